@@ -7,6 +7,7 @@ __all__ = ['byte_alphabet', 'Tokenizer', 'ByteStream', 'WindowStream', 'fallback
 
 # %% ../nbs/01_tokens.ipynb #8a8e25a8
 import codecs, json, re
+from itertools import islice
 from pathlib import Path
 import tokenizers
 from fastcore.basics import patch
@@ -28,23 +29,16 @@ class Tokenizer:
                  backend,              # a `tokenizers.Tokenizer`
                  config: dict = None,  # what `tokenizer_config.json` says
                  chat_template: str = None, # Jinja source
+                 tool_template: str = None, # the same for chats with `tools`, where a model has one of its own
                  name: str = 'this model'): # for messages
-        self.backend, self.config, self.chat_template, self.name = backend, config or {}, chat_template, name
+        self.backend, self.chat_template, self.tool_template, self.name = backend, chat_template, tool_template, name
         backend.no_truncation(); backend.no_padding()
-        self.named = _named_tokens(self.config)
+        self.named = _named_tokens(config or {})
         backend.add_special_tokens([t for t in self.named.values() if backend.token_to_id(t) is not None])
-        self._set_ends()
         self.bos_token_id, self.eos_token_id = (backend.token_to_id(self.named.get(k, '')) for k in ('bos_token', 'eos_token'))
         flagged = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self.special_ids = frozenset(flagged | {backend.token_to_id(t) for t in self.named.values()} - {None})
         self.rules, self._bytes = _decoder_rules(backend.decoder), {}
-
-    def _set_ends(self):
-        if not {'add_bos_token', 'add_eos_token'} & set(self.config): return
-        ends = {k: self.named.get(f'{k}_token') if self.config.get(f'add_{k}_token') else None for k in ('bos', 'eos')}
-        parts = [ends['bos'], '$A', ends['eos']]
-        self.backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[p for p in parts if p], special_tokens=[(t, self.backend.token_to_id(t)) for t in ends.values() if t])
 
 # %% ../nbs/01_tokens.ipynb #988318c4
 @patch
@@ -71,11 +65,12 @@ def _json(path):
     try: return json.loads(path.read_text(encoding='utf-8'))
     except ValueError as e: raise ValueError(f'{path} is not valid JSON ({e}): fetch the model again') from None
 
-def _template(folder, config):
-    file, templates = folder/'chat_template.jinja', config.get('chat_template')
-    if file.exists(): return file.read_text(encoding='utf-8')
-    if isinstance(templates, list): templates = {t['name']: t['template'] for t in templates}.get('default')
-    return templates
+def _templates(folder, config):
+    "The chat template, and the one for chats with tools; None where there is none."
+    file, given = folder/'chat_template.jinja', config.get('chat_template')
+    if file.exists(): return file.read_text(encoding='utf-8'), None
+    given = {t['name']: t['template'] for t in given} if isinstance(given, list) else {'default': given}
+    return given.get('default'), given.get('tool_use')
 
 # %% ../nbs/01_tokens.ipynb #3b7858a7
 _OLD_FILES = ('tokenizer.model', 'vocab.json', 'vocab.txt', 'spiece.model', 'sentencepiece.bpe.model')
@@ -102,7 +97,7 @@ def from_folder(cls: Tokenizer,
     config = _json(folder/'special_tokens_map.json') | _json(folder/'tokenizer_config.json')
     try: backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except ValueError as e: raise ValueError(f'{file} cannot be read as a tokenizer ({e}): fetch the model again') from None
-    return cls(backend, config, _template(folder, config), folder.name)
+    return cls(backend, config, *_templates(folder, config), folder.name)
 
 # %% ../nbs/01_tokens.ipynb #adbe2dca
 _printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -197,7 +192,8 @@ class WindowStream:
     def __init__(self, tokenizer, prompt_token_ids=(), skip_special_tokens=True):
         self.decode = lambda ids: tokenizer.backend.decode(ids, skip_special_tokens=False)
         self.skipped = tokenizer.special_ids if skip_special_tokens else ()
-        self.ids = [i for i in prompt_token_ids[-16:] if i not in self.skipped][-6:]
+        real = (i for i in reversed(prompt_token_ids) if i not in self.skipped and tokenizer.backend.id_to_token(i) is not None)
+        self.ids = [*islice(real, 6)][::-1]
         self.read = len(self.ids) # ids[:read] have been shown
 
     def feed(self, token_id):
@@ -231,10 +227,15 @@ def decode(self: Tokenizer,
 def _chat_environment():
     from datetime import datetime
     from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    class Generation(Extension): # `{% generation %}` marks the assistant's words for training; here it is only skipped
+        tags = {'generation'}
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(['name:endgeneration'], drop_needle=True)
     def raise_exception(message): raise TemplateError(message)
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     env.filters['tojson'] = lambda x, **kw: json.dumps(x, **{'ensure_ascii': False} | kw)
     env.globals.update(raise_exception=raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
     return env
@@ -253,7 +254,7 @@ def apply_chat_template(self: Tokenizer,
 def render_chat(self: Tokenizer, messages, add_generation_prompt=True, chat_template=None, **kw):
     "The conversation as text."
     from jinja2 import TemplateError
-    template = chat_template or self.chat_template
+    template = chat_template or kw.get('tools') and self.tool_template or self.chat_template
     if not template: raise ValueError(f'{self.name} has no chat template: pass chat_template=..., put a chat_template.jinja into its folder, or use generate with a plain prompt')
     if not messages or not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) and 'role' in m for m in messages):
         raise ValueError(f"messages must be a list of at least one dict with 'role' and 'content', got {messages!r:.200}")
