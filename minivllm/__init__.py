@@ -1,1 +1,17 @@
+"An LLM inference engine that is written to be read, and run."
 __version__ = "0.0.1"
+
+from importlib import import_module
+
+_homes = dict(LLM='engine', Engine='engine', RequestOutput='engine', CompletionOutput='engine', Delta='engine',
+              SamplingParams='sampling', Sequence='sequence', Scheduler='scheduler', BlockManager='block_manager', Tokenizer='tokens')
+__all__ = list(_homes)
+
+
+def __getattr__(name):
+    "Import a public name when it is first used, so that `import minivllm` costs nothing and the pure-Python half needs no torch (PEP 562)."
+    if name not in _homes: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(import_module(f'{__name__}.{_homes[name]}'), name)
+
+
+def __dir__(): return sorted([*globals(), *__all__])

@@ -1,0 +1,44 @@
+"What several test files share: the demo model, the same weights in transformers, and a tiny random checkpoint."
+import os
+
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ.get('OMP_NUM_THREADS', 2)))
+
+
+@pytest.fixture(scope='session')
+def demo_files():
+    from minivllm.weights import resolve_model
+    return resolve_model('smollm2-135m')
+
+
+@pytest.fixture(scope='session')
+def demo_hf():
+    "The demo model as transformers reads it from the GGUF file, fp32: `(model, tokenizer)`."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from minivllm.weights import fetch_demo
+    path = fetch_demo()
+    folder, file = str(path.parent), path.name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+@pytest.fixture(scope='session')
+def greedy_hf(demo_hf):
+    "Greedy continuation of a prompt of ids, by transformers, alone: `greedy_hf(ids, n) -> ids`."
+    model, _ = demo_hf
+    def run(ids, n, **kw):
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=n, pad_token_id=2, **kw)
+        return out[0, len(ids):].tolist()
+    return run
+
+
+@pytest.fixture(scope='session')
+def tiny(tmp_path_factory):
+    "Folder of a tiny random Llama with a byte-level tokenizer."
+    from tiny import tiny_llama
+    return tiny_llama(tmp_path_factory.mktemp('tiny'))
