@@ -152,6 +152,16 @@ def _check_quantized(d):
         f'quantization_config with quant_method={q.get("quant_method")!r} is not supported; use the unquantized checkpoint or a GGUF file')
 
 # %% ../nbs/03_model.ipynb #9645741e
+def _head_sizes(d, family):
+    "Query heads, key/value heads, numbers per head"
+    heads = d['num_attention_heads']
+    kv_heads = d.get('num_key_value_heads', {'llama': heads, 'mistral': 8}.get(family, 32)) or heads
+    head_dim = d.get('head_dim', 128 if family == 'qwen3' else None) or d['hidden_size'] // heads
+    if heads % kv_heads: raise ModelError(f'num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; fix config.json')
+    if head_dim % 2: raise ModelError(f'head_dim={head_dim} is odd, and rotary embedding turns pairs; fix config.json')
+    return heads, kv_heads, head_dim
+
+# %% ../nbs/03_model.ipynb #ba7a2f09
 activations = {'silu': F.silu, 'gelu': F.gelu, 'gelu_pytorch_tanh': partial(F.gelu, approximate='tanh')}
 
 @patch(cls_method=True)
@@ -164,23 +174,16 @@ def from_dict(
     _check_quantized(d)
     sizes = 'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads'
     if missing := [k for k in sizes if d.get(k) is None]: raise ModelError(f'the config has no {missing[0]}; get a complete config.json')
-    hidden, heads = d['hidden_size'], d['num_attention_heads']
-    kv_heads = d.get('num_key_value_heads', {'llama': heads, 'mistral': 8}.get(family, 32)) or heads
-    head_dim = d.get('head_dim', 128 if family == 'qwen3' else None) or hidden // heads
-    if heads % kv_heads: raise ModelError(f'num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; fix config.json')
-    if head_dim % 2: raise ModelError(f'head_dim={head_dim} is odd, and rotary embedding turns pairs; fix config.json')
-    act = d.get('hidden_act') or 'silu'
+    _, kv_heads, head_dim = _head_sizes(d, family)
+    act, eos, tied = d.get('hidden_act') or 'silu', d.get('eos_token_id'), bool(d.get('tie_word_embeddings'))
     if act not in activations: raise ModelError(f'hidden_act {act!r} is not supported (supported: {", ".join(activations)}); use another model')
     length = d.get('max_position_embeddings') or {'llama': 2048, 'mistral': 131072}.get(family, 32768)
     bias = bool(d.get('attention_bias')) and family in ('llama', 'qwen3')
-    eos = d.get('eos_token_id')
     return cls(architecture=architecture, **{k: d[k] for k in sizes}, num_key_value_heads=kv_heads, head_dim=head_dim,
-        rms_norm_eps=d.get('rms_norm_eps', 1e-6), max_position_embeddings=length, tie_word_embeddings=bool(d.get('tie_word_embeddings')),
-        rope=_rope_config(d, length), qkv_bias=bias or family == 'qwen2', o_bias=bias,
-        mlp_bias=bool(d.get('mlp_bias')) and family == 'llama', qk_norm=family == 'qwen3',
-        sliding_windows=_sliding_windows(d, family, d['num_hidden_layers']), hidden_act=act,
-        dtype=d.get('dtype') or d.get('torch_dtype'), eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
-
+        rms_norm_eps=d.get('rms_norm_eps', 1e-6), max_position_embeddings=length, tie_word_embeddings=tied, rope=_rope_config(d, length),
+        qkv_bias=bias or family == 'qwen2', o_bias=bias, mlp_bias=bool(d.get('mlp_bias')) and family == 'llama', qk_norm=family == 'qwen3',
+        sliding_windows=_sliding_windows(d, family, d['num_hidden_layers']), hidden_act=act, dtype=d.get('dtype') or d.get('torch_dtype'),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
 
 # %% ../nbs/03_model.ipynb #9ed00466
 def _empty(*shape, dtype, device): return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
@@ -275,6 +278,7 @@ class MLP(nn.Module):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(self.act(gate) * up)
 
+# %% ../nbs/03_model.ipynb #dcd6da98
 class Block(nn.Module):
     "One layer: attention, then feed-forward, each added to the residual stream"
     def __init__(self, c, **kw):
@@ -304,22 +308,28 @@ class Transformer(nn.Module):
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, **kw)
         self.rotary = Rotary(config.rope, config.head_dim, device)
 
-    def forward(self,
-        input_ids:torch.Tensor, # `[T]`, int64
-        positions:torch.Tensor, # `[T]`, place of each token in its own sequence
-        attend,                 # `attend(layer, q, k, v) -> [T, nq, hd]`
-    ): # hidden states `[T, H]`
-        x = F.embedding(input_ids, self.embed_tokens.weight)
-        cos, sin = self.rotary(positions, x.dtype)
-        for i, layer in enumerate(self.layers): x = layer(x, cos, sin, partial(attend, i))
-        return self.norm(x)
-
-    def compute_logits(self,
-        hidden:torch.Tensor, # `[m, H]`, the rows that are wanted
-    ): # float32 `[m, V]`
-        return self.lm_head(hidden).float()
-
     @property
     def dtype(self): return self.embed_tokens.weight.dtype
     @property
     def device(self): return self.embed_tokens.weight.device
+
+# %% ../nbs/03_model.ipynb #a8ab1417
+@patch
+def forward(self:Transformer,
+    input_ids:torch.Tensor, # `[T]`, int64
+    positions:torch.Tensor, # `[T]`, place of each token in its own sequence
+    attend,                 # `attend(layer, q, k, v) -> [T, nq, hd]`
+): # hidden states `[T, H]`
+    "Run all layers over `T` tokens; the caller's `attend` decides who sees whom"
+    x = F.embedding(input_ids, self.embed_tokens.weight)
+    cos, sin = self.rotary(positions, x.dtype)
+    for i, layer in enumerate(self.layers): x = layer(x, cos, sin, partial(attend, i))
+    return self.norm(x)
+
+# %% ../nbs/03_model.ipynb #ed24430d
+@patch
+def compute_logits(self:Transformer,
+    hidden:torch.Tensor, # `[m, H]`, the rows that are wanted
+): # float32 `[m, V]`
+    "Scores of all `V` tokens for the next place, in float32"
+    return self.lm_head(hidden).float()

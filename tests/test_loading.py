@@ -397,3 +397,17 @@ def test_fetch_demo_interrupted(shop, home, monkeypatch):
     monkeypatch.setattr(weights.subprocess, 'Popen', real)
     assert started[0].returncode is not None and visible(home/'models') == []
     assert fetch_demo().exists()
+
+def test_gguf_damaged_header(tmp_path, home):
+    "A flipped byte anywhere in the header is read as something else or refused; it never ends in another exception"
+    import random
+    path = tiny_gguf(tmp_path/'t.gguf', tiny_model(), tokenizer='bytes')
+    whole, rng, refusals = path.read_bytes(), random.Random(0), 0
+    header = min(t.offset for t in read_gguf(path)[1].values())
+    for _ in range(200):
+        damaged, at = bytearray(whole), rng.randrange(header)
+        damaged[at] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try: weights.gguf_config(*read_gguf(path))
+        except ModelError as e: assert '\n' not in str(e); refusals += 1
+    assert refusals > 25
