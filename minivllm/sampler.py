@@ -21,6 +21,8 @@ def _blocks(x):
     size = math.gcd(x.shape[1], 256)
     return x.view(len(x), x.shape[1] // size, size)
 
+def _rows(x, rows): return x.index_select(0, torch.tensor(rows, device=x.device))
+
 def _column(values, like, dtype=torch.float32): return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
 
 def greedy(logits: torch.Tensor): # [n, V]
@@ -61,11 +63,11 @@ def gather_logprobs(logits: torch.Tensor, # raw logits [n, V]
     reports = [None] * len(counts)
     for k in set(counts) - {None}:
         rows = [i for i, c in enumerate(counts) if c == k]
-        x, chosen = logits[rows].float(), _column([token_ids[i] for i in rows], logits, torch.int64)
+        x, chosen = _rows(logits, rows).float(), _column([token_ids[i] for i in rows], logits, torch.int64)
         best, own = x.amax(-1, keepdim=True), x.gather(1, chosen)
         log_sum = best + running_mass((x - best).exp_())[:, -1:].log().float()
         values, ids = largest(x, x.shape[1] if k < 0 else k)
-        columns = chosen[:, 0], (own - log_sum)[:, 0], (x >= own).sum(-1), ids, values - log_sum
+        columns = chosen[:, 0], (own - log_sum)[:, 0], torch.ge(x, own, out=torch.empty_like(x)).sum(-1).int(), ids, values - log_sum
         for i, t, v, rank, ts, vs in zip(rows, *(c.tolist() for c in columns)):
             reports[i] = {t: Logprob(v, rank)} | {t: Logprob(v, r) for r, (t, v) in enumerate(zip(ts, vs), 1)}
     return reports
@@ -138,7 +140,7 @@ def to_weights(logits: torch.Tensor, # [m, V]
 def cut(weights: torch.Tensor, # [m, V]
         floor: torch.Tensor):  # [m, 1]
     "Zero for every weight below its row's floor."
-    return torch.where(weights >= floor, weights, 0.)
+    return torch.ge(weights, floor, out=torch.empty_like(weights)).mul_(weights) # 1 or 0, times the weight
 
 # %% ../nbs/04a_sampler.ipynb #5faa664f
 def top_k_floor(weights: torch.Tensor, # [m, V]
@@ -227,7 +229,7 @@ class Sampler:
         penalize(x, seqs)
         tokens = greedy(x)
         rows = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
-        if rows: tokens[rows] = self.sample(x[rows], [seqs[i] for i in rows])
+        if rows: tokens[rows] = self.sample(_rows(x, rows), [seqs[i] for i in rows])
         tokens = tokens.tolist()
         return SamplerOutput(tokens, gather_logprobs(logits, tokens, [s.params.logprobs for s in seqs]))
 
