@@ -21,8 +21,8 @@ from .attention import get_backend
 from .block_manager import BlockManager
 from .kv_cache import KVCache, default_kv_cache_memory, num_blocks_that_fit
 from .model_runner import ModelRunner
-from .sampler import Sampler
-from .sampling import SamplingParams
+from .sampler import Sampler, prompt_logprobs
+from .sampling import SamplingParams, child_seed
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .tokens import IncrementalDetokenizer, Tokenizer
@@ -93,6 +93,7 @@ class Request:
     sequences: list = field(default_factory=list)
     detokenizers: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
+    prompt_logprobs: list|None = None
 
     def output(self): # A `RequestOutput`
         "The answer as it stands."
@@ -101,7 +102,8 @@ class Request:
                                  lp or None, q.finish_reason, q.stop_reason)
                 for q,d,lp in zip(self.sequences, self.detokenizers, self.logprobs)]
         metrics = RequestMetrics(s.arrival_time, s.first_scheduled_time, s.first_token_time, s.finish_time, s.ttft, s.tpot, s.num_preemptions)
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outs, all(q.is_finished for q in self.sequences), metrics, s.num_cached_tokens)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outs, all(q.is_finished for q in self.sequences),
+                             metrics, s.num_cached_tokens, self.prompt_logprobs)
 
 # %% ../nbs/08_engine.ipynb #7cce080c
 def pool_size(
@@ -220,7 +222,6 @@ def check_params(self:Engine,
     params = self.default_params() if params is None else params.clone()
     params.verify(self.config.vocab_size)
     params.update_from_tokenizer(self.tokenizer)
-    if params.n > 1: raise ValueError(f'n is {params.n}: this version answers each prompt once')
     most = self.max_model_len - 1
     if params.truncate_prompt_tokens == -1: params.truncate_prompt_tokens = most
     if min(len(ids), params.truncate_prompt_tokens or len(ids)) > most:
@@ -251,10 +252,49 @@ def add_request(self:Engine,
     if params.truncate_prompt_tokens: ids = ids[-params.truncate_prompt_tokens:]
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
     seed = self.random.getrandbits(64) if params.seed is None else params.seed
-    seq = Sequence(request_id, ids, params, request_id=request_id, seed=seed, arrival_time=arrival_time, priority=priority, stop_ids=stop_ids, cache_salt=salt)
-    self.scheduler.add(seq)
-    self.requests[request_id] = Request(request_id, text, ids, params, [seq], [new_detokenizer(self.tokenizer, ids, params)], [[]])
+    arrival_time = time.monotonic() if arrival_time is None else arrival_time
+    seqs = [Sequence(f'{request_id}/{i}', ids, params, request_id=request_id, index=i, seed=child_seed(seed, i), arrival_time=arrival_time, priority=priority,
+                     stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=params.prompt_logprobs is not None) for i in range(params.n)]
+    self.scheduler.add(seqs[0])
+    self.requests[request_id] = Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
+                                        None if params.prompt_logprobs is None else [None])
     return request_id
+
+# %% ../nbs/08_engine.ipynb #b98aba27
+@patch
+def with_text(self:Engine, report):
+    "Fill in the text of each token of a report."
+    for t,p in report.items(): p.decoded_token = self.tokenizer.token_text(t)
+    return report
+
+@patch
+def score_prompt(self:Engine,
+    seq,    # A sequence in prefill
+    hidden, # `[n, H]`, of its tokens from `num_computed_tokens` on
+):
+    "Report on the prompt tokens that follow these positions, once each, if the request wants it."
+    scores, start = self.requests[seq.request_id].prompt_logprobs, seq.num_computed_tokens
+    if scores is None: return
+    for i in range(len(scores) - 1, min(start + len(hidden), seq.num_prompt_tokens - 1), 64):
+        ids = seq.token_ids[i+1:min(i + 64, start + len(hidden), seq.num_prompt_tokens - 1) + 1]
+        logits = self.model.compute_logits(hidden[i-start:i-start+len(ids)])
+        scores += map(self.with_text, prompt_logprobs(logits, ids, seq.params.prompt_logprobs))
+
+# %% ../nbs/08_engine.ipynb #6332936c
+@patch
+def branch(self:Engine,
+    sampled:list, # Sequences that have a row of logits
+)->tuple:         # `(sequences, rows)`: who gets a token, and from which row
+    "Let the siblings of a prompt that has just been read start from its blocks and its logits."
+    seqs, rows = list(sampled), list(range(len(sampled)))
+    for row,seq in enumerate(sampled):
+        if seq.index or seq.num_output_tokens: continue
+        for sibling in self.requests[seq.request_id].sequences[1:]:
+            if self.scheduler.fork(seq, sibling):
+                seqs.append(sibling)
+                rows.append(row)
+            else: self.scheduler.add(sibling)
+    return seqs, rows
 
 # %% ../nbs/08_engine.ipynb #f1edcdf6
 @patch
@@ -264,12 +304,16 @@ def step(self:Engine)->list: # `Delta`s
     start = time.perf_counter()
     self.kv_cache.copy_blocks(work.blocks_to_copy)
     logits = []
-    if work.prefill_sequences: logits.append(self.runner.run_prefill(work.prefill_sequences))
+    if work.prefill_sequences: logits.append(self.runner.run_prefill(work.prefill_sequences, self.score_prompt))
     if work.decode_sequences: logits.append(self.runner.run_decode(work.decode_sequences))
     self.scheduler.mark_computed(work)
-    sampled = self.sampler(torch.cat(logits), work.sampled) if work.sampled else None
+    seqs, rows = self.branch(work.sampled)
+    tokens = None
+    if seqs:
+        logits = torch.cat(logits) if len(logits) > 1 else logits[0]
+        tokens = self.sampler(logits[rows] if len(rows) > len(logits) else logits, seqs)
     self.scheduler.observe_step(work, time.perf_counter() - start)
-    return self.process_outputs(work, sampled)
+    return self.process_outputs(seqs, tokens, work.outgrown)
 
 # %% ../nbs/08_engine.ipynb #20f0a930
 @patch
@@ -287,9 +331,7 @@ def append_token(self:Engine,
     hidden = end and end[0] == 'stop' and not request.params.include_stop_str_in_output
     text = '' if hidden else detok.append(token)
     if detok.stopped is not None: end = 'stop', detok.stopped
-    if logprobs:
-        for t,p in logprobs.items(): p.decoded_token = self.tokenizer.token_text(t)
-        request.logprobs[seq.index].append(logprobs)
+    if logprobs: request.logprobs[seq.index].append(self.with_text(logprobs))
     if end:
         text += detok.flush()
         self.scheduler.finish(seq, *end, now=now)
@@ -297,18 +339,19 @@ def append_token(self:Engine,
 
 @patch
 def process_outputs(self:Engine,
-    work,    # The step's `SchedulerOutput`
-    sampled, # The sampler's output, row by row of `work.sampled`
-)->list:     # `Delta`s
+    seqs,     # The sequences that got a token
+    tokens,   # The sampler's output for them, row by row; None if there are none
+    outgrown, # Sequences that ended because nothing more fits
+)->list:      # `Delta`s
     "Write a step's tokens back, release who is finished, put the whole answer on a request's last delta."
     now, deltas = time.monotonic(), []
-    if sampled: deltas = [self.append_token(s, *row, now) for s,*row in zip(work.sampled, sampled.token_ids, sampled.logprobs)]
-    for s in work.outgrown:
+    if seqs: deltas = [self.append_token(s, *row, now) for s,*row in zip(seqs, tokens.token_ids, tokens.logprobs)]
+    for s in outgrown:
         text = self.requests[s.request_id].detokenizers[s.index].flush()
         deltas.append(Delta(s.request_id, s.index, text, [], None, s.finish_reason))
-    for d in deltas:
-        if d.finish_reason and all(s.is_finished for s in self.requests[d.request_id].sequences):
-            d.output = self.requests.pop(d.request_id).output()
+    for d in reversed(deltas):               # several samples of a request may end together: its last delta is the one
+        request = self.requests.get(d.request_id)
+        if request and all(s.is_finished for s in request.sequences): d.output = self.requests.pop(d.request_id).output()
     return deltas
 
 # %% ../nbs/08_engine.ipynb #2725f56d

@@ -87,10 +87,14 @@ class ModelRunner:
 @torch.inference_mode()
 def run_prefill(self:ModelRunner,
     scheduled:list, # `(sequence, number of tokens)`
+    see=None,       # `see(sequence, hidden)` is shown the hidden states `[n, H]` of each sequence's tokens
 )->Tensor:          # `[m, vocab]` float32, a row for each prompt that ends in this pass
     "Read prompt tokens, write all their K/V, return the logits at the prompts' last tokens."
     inputs = prepare_prefill(scheduled, self.block_size, self.device)
-    return self.model.compute_logits(self.forward(inputs)[inputs.logit_rows])
+    hidden = self.forward(inputs)
+    if see:
+        for (s,n),rows in zip(scheduled, hidden.split([n for _,n in scheduled])): see(s, rows)
+    return self.model.compute_logits(hidden[inputs.logit_rows])
 
 @patch
 @torch.inference_mode()

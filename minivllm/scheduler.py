@@ -174,7 +174,7 @@ class Scheduler:
         self.running = RankedQueue(self._rank)    # holds blocks; the last one is the first to be preempted
         self.turns = OrderedDict()                # those of them in decode, the one served longest ago first
         self.cost = StepCost()
-        self.num_steps = self.num_added = self.num_shared = 0
+        self.num_steps = self.num_added = self.num_odd = 0
         self.last_output = None
 
     def _rank(self, seq): return self.ranks[seq.seq_id]
@@ -303,7 +303,7 @@ def _make_room(self:Scheduler, seq, now):
 
 @patch
 def _give(self:Scheduler, seq, n):
-    self._work[seq.seq_id] = n
+    self._work[seq.seq_id] = self._work.get(seq.seq_id, 0) + n
     self._left -= n
 
 # %% ../nbs/06_scheduler.ipynb #755be87e
@@ -312,19 +312,18 @@ def _run_prefills(self:Scheduler, room, now):
     "Share `room` tokens between the lanes: each may take at least half of it if it has so much to do"
     lanes = [lane for lane in self.lanes if lane.waiting or lane.reading]
     lanes.sort(key=lambda lane: self._queue_key(lane.waiting[0]) if lane.waiting else (float('inf'),))
-    for i, lane in enumerate(lanes):
-        kept = 0
-        if i + 1 < len(lanes):
-            self.num_shared += 1
-            odd = (self.num_shared + (lane is self.lanes[0])) % 2     # of an odd number, each lane gets the larger half in turn
-            kept = lanes[1].demand((room + odd) // 2, self.max_num_seqs - len(self.running))
-        room -= self._run_lane(lane, room - kept, now)
+    if len(lanes) < 2: return [self._run_lane(lane, room, now) for lane in lanes]
+    first, second = lanes
+    self.num_odd += room % 2                                          # of an odd number, each lane gets the larger half in turn
+    half = room // 2 + (room % 2 and (self.num_odd + (second is self.lanes[0])) % 2)
+    room -= self._run_lane(first, room - second.demand(half, self.max_num_seqs - len(self.running)), now)
+    room -= self._run_lane(second, room, now)
+    self._run_lane(first, room, now)                                  # what was kept for the second, if there are no blocks for its prompts
 
 @patch
 def _run_lane(self:Scheduler, lane, room, now):
     "Read prompts of one lane, in order; returns the tokens given"
     old, start = list(lane.reading), room
-    lane.ending = 0
     while room > 0:
         while old and old[0].status is not SequenceStatus.RUNNING: del old[0]
         new = lane.waiting[0] if lane.waiting and not lane.full and self._may_admit() else None
@@ -367,11 +366,13 @@ def _admit(self:Scheduler, seq, lane, room, now):
 @patch
 def _read(self:Scheduler, seq, room, now):
     "Go on reading a prompt; returns the tokens given"
-    bm, rest, debt = self.block_manager, seq.num_uncomputed_tokens, self._debt(seq)
+    bm, given, debt = self.block_manager, self._work.get(seq.seq_id, 0), self._debt(seq)
+    rest = seq.num_uncomputed_tokens - given
+    if not rest: return 0
     while True:
-        slots = (len(seq.block_table) + bm.num_free_blocks) * bm.block_size - seq.num_computed_tokens
+        slots = (len(seq.block_table) + bm.num_free_blocks) * bm.block_size - seq.num_computed_tokens - given
         n = min(rest, room, slots)
-        if n > 0 and bm.allocate(seq, n): break
+        if n > 0 and bm.allocate(seq, given + n): break
         if self.running[-1] is seq: return 0     # those who came before hold everything: wait for them
         self._preempt(self.running[-1], now)
     self._owed += self._debt(seq) - debt
@@ -390,6 +391,7 @@ def schedule(self:Scheduler,
     now = time.monotonic() if now is None else now
     self.num_steps += 1
     self._out, self._work, self._left, self._num_decodes, self._no_room = SchedulerOutput(), {}, self.budget, 0, False
+    for lane in self.lanes: lane.ending = 0
     self._owed = sum(self._debt(seq) for lane in self.lanes for seq in lane.reading)
     most = self._chunk_limit()
     self._run_decodes(self.budget - self._kept_for_prefill(most, now), now)
@@ -464,6 +466,23 @@ def mark_computed(self:Scheduler,
         if seq.num_computed_tokens >= seq.num_prompt_tokens and seq.num_uncomputed_tokens <= 1:
             self._lane(seq).reading.remove(seq)
             self.turns[seq.seq_id] = seq
+
+# %% ../nbs/06_scheduler.ipynb #5c3c640a
+@patch
+def fork(self:Scheduler,
+    parent,  # a running sequence whose tokens are all computed
+    child,   # a new sequence with the same tokens
+)->bool:     # done? If not there is no seat for it: `add` it instead
+    "Let `child` go on from where `parent` is, in the same blocks"
+    if len(self.running) >= self.max_num_seqs: return False
+    self.block_manager.fork(parent, child)
+    child.status, child.first_scheduled_time = SequenceStatus.RUNNING, parent.first_scheduled_time
+    self.num_added += 1
+    self.sequences[child.seq_id] = child
+    self.ranks[child.seq_id] = (*self.ranks[parent.seq_id][:2], self.num_added)
+    self.running.add(child)
+    self.turns[child.seq_id] = child
+    return True
 
 # %% ../nbs/06_scheduler.ipynb #fe5776fc
 @patch

@@ -8,7 +8,7 @@ from ref import drained, greedy, poison
 
 
 def engine(tiny, **kw):
-    kw = dict(dtype='float32', block_size=4, num_blocks=32, attention_backend='torch') | kw
+    kw = dict(dtype='float32', block_size=4, num_blocks=32) | kw
     return poison(LLM(str(tiny), **kw))
 
 

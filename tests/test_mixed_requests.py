@@ -30,10 +30,15 @@ def check(workload, **config):
 
 
 @pytest.mark.parametrize('block_size', [1, 16, 32])
-@pytest.mark.parametrize('chunk', [1, 16, 17, None])
+@pytest.mark.parametrize('chunk', [16, 17, 2048])
 def test_chunks_and_blocks(workload, chunk, block_size):
-    _, hits = check(workload, max_prefill_chunk=chunk, block_size=block_size, enable_prefix_caching=chunk != 17)
+    "Prompts are read in pieces of at most `chunk` tokens, or whole."
+    _, hits = check(workload, max_num_batched_tokens=chunk, block_size=block_size, enable_prefix_caching=chunk != 17)
     assert bool(hits) == (chunk != 17)
+
+
+def test_one_token_at_a_time(workload):
+    check(workload[:24], max_num_batched_tokens=1, block_size=16)
 
 
 @pytest.mark.parametrize('cache', [True, False])

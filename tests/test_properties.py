@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
+from minivllm.sampling import child_seed
 from ref import drained, greedy, poison
 
 SLOW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -19,7 +20,7 @@ def requests(draw):
     "A prompt, often with a known beginning, and what is asked."
     prompt = draw(st.sampled_from([[], *PREFIXES]))[:draw(st.integers(0, 24))] + draw(st.lists(st.integers(3, 290), min_size=1, max_size=20))
     seed = draw(st.none() | st.integers(0, 3))
-    return dict(prompt=prompt, n=draw(st.integers(1, 10)), seed=seed, arrive=draw(st.integers(0, 12)),
+    return dict(prompt=prompt, n=draw(st.integers(1, 10)), seed=seed, samples=1 if seed is None else draw(st.integers(1, 3)), arrive=draw(st.integers(0, 12)),
                 stop=draw(st.sampled_from([(), ('a',), ('the', 'e')])), leave=draw(st.none() | st.integers(1, 15)), priority=draw(st.integers(0, 2)))
 
 
@@ -34,7 +35,7 @@ def engines(draw):
 
 def params(r):
     how = dict(temperature=0) if r['seed'] is None else dict(temperature=1, seed=r['seed'], top_p=.9)
-    return SamplingParams(max_tokens=r['n'], stop=list(r['stop']), **how)
+    return SamplingParams(n=r.get('samples', 1), max_tokens=r['n'], stop=list(r['stop']), **how)
 
 
 class World:
@@ -47,7 +48,9 @@ class World:
         [out] = self.single.generate([list(prompt)], params(dict(n=n, seed=seed, stop=stop)), use_tqdm=False)
         return out.outputs[0].token_ids, out.outputs[0].text, out.outputs[0].finish_reason
 
-    def want(self, r): return self.alone(tuple(r['prompt']), r['n'], r['seed'], r['stop'])
+    def want(self, r):
+        "`(ids, text, reason)` of each sample, made alone"
+        return [self.alone(tuple(r['prompt']), r['n'], None if r['seed'] is None else child_seed(r['seed'], i), r['stop']) for i in range(r['samples'])]
 
 
 @pytest.fixture(scope='module')
@@ -68,13 +71,13 @@ def run(world, config, workload, backend):
         for i, r in enumerate(workload):
             if r['arrive'] == step:
                 llm.add_request(r['prompt'], params(r), str(i), priority=r['priority'])
-                texts[str(i)], ids[str(i)] = '', []
-            if r['leave'] and step == r['arrive'] + r['leave'] and llm.abort_request(str(i)): done[str(i)] = None
+                texts[i], ids[i] = [''] * r['samples'], [[] for _ in range(r['samples'])]
+            if r['leave'] and step == r['arrive'] + r['leave'] and llm.abort_request(str(i)): done[i] = None
         before = llm.scheduler.has_unfinished
         for d in llm.step():
-            texts[d.request_id] += d.text
-            ids[d.request_id] += d.token_ids
-            if d.output: done[d.request_id] = d.output.outputs[0]
+            texts[int(d.request_id)][d.index] += d.text
+            ids[int(d.request_id)][d.index] += d.token_ids
+            if d.output: done[int(d.request_id)] = d.output.outputs
         if before:
             work = llm.scheduler.last_output
             assert work.num_batched_tokens or work.preempted or work.outgrown, 'an empty step while work is pending'
@@ -91,10 +94,12 @@ def run(world, config, workload, backend):
 def test_a_request_gets_what_it_gets_alone(world, backend, config, workload):
     texts, ids, done = run(world, config, workload, backend)
     for i, r in enumerate(workload):
-        want_ids, want_text, reason = world.want(r)
-        if (out := done[str(i)]) is None:                       # it left: what it got so far is a beginning
-            assert want_ids[:len(ids[str(i)])] == ids[str(i)] and want_text.startswith(texts[str(i)])
-        else: assert (out.token_ids, out.text, out.finish_reason, ids[str(i)], texts[str(i)]) == (want_ids, want_text, reason, want_ids, want_text)
+        for k, want in enumerate(world.want(r)):
+            if done[i] is None:                                     # it left: what it got so far is a beginning
+                assert want[0][:len(ids[i][k])] == ids[i][k] and want[1].startswith(texts[i][k])
+            else:
+                out = done[i][k]
+                assert (out.token_ids, out.text, out.finish_reason) == want and (ids[i][k], texts[i][k]) == want[:2]
 
 
 @SLOW
