@@ -134,7 +134,7 @@ cases = st.builds(Case, lens=st.lists(st.one_of(st.integers(1, 40), st.sampled_f
                   dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases, block_size=st.sampled_from([1, 3, 16, 32]), data=st.data())
 def test_cpu_bits_depend_on_nothing_else(cpu, case, block_size, data):
     "Chunks, company, block size and the order of blocks leave the bits alone, and the values are right"
