@@ -1,0 +1,1 @@
+// made in the next commit
