@@ -88,8 +88,8 @@ def split_rules(css):
 def slim(css, words):
     "A stylesheet without the rules for classes that no page and no script mentions."
     out = []
-    for prelude, block in split_rules(re.sub(r'/\*.*?\*/', '', css, flags=re.S)):
-        if block is None: out.append('' if prelude.startswith('@import') else prelude)
+    for prelude, block in split_rules(re.sub(r'/\*.*?\*/|@import url\([^)]*\);?|@import "[^"]*";?', '', css, flags=re.S)):
+        if block is None: out.append(prelude)
         elif prelude.startswith(('@media', '@supports')):
             if inner := slim(block, words): out.append(f'{prelude}{{{inner}}}')
         elif prelude.startswith('@'): out.append(f'{prelude}{{{block}}}')
@@ -103,7 +103,7 @@ def icon_font(lib):
     "Leave only the icons that the slimmed stylesheet still mentions in the icon font."
     from fontTools import subset
     css = (lib/'bootstrap-icons.min.css').read_text(encoding='utf-8')
-    codes = [int(c, 16) for c in re.findall(r'content:"\\([0-9a-f]+)"', css)]
+    codes = [int(c, 16) for c in re.findall(r'content: ?"\\([0-9a-f]+)"', css + (lib.parent/'smalldocs.css').read_text(encoding='utf-8'))]
     options = subset.Options(flavor='woff')
     font = subset.load_font(str(lib/'fonts/bootstrap-icons.woff'), options)
     cut = subset.Subsetter(options)
@@ -117,7 +117,7 @@ def icon_font(lib):
 
 def pure_modules():
     "Files of minivllm and fastcore that `minivllm.scheduler` needs, found by importing it in a fresh Python."
-    code = ("import sys, json, minivllm.scheduler; print(json.dumps([(n, m.__file__) for n, m in sys.modules.items() "
+    code = ("import sys, json, minivllm.lab; print(json.dumps([(n, m.__file__) for n, m in sys.modules.items() "
             "if n.split('.')[0] in ('minivllm', 'fastcore') and getattr(m, '__file__', None)]))")
     out = subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True, cwd=root, env={**os.environ, 'PYTHONPATH': str(root)}).stdout
     for name, file in sorted(json.loads(out)):

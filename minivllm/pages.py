@@ -120,7 +120,7 @@ class Chapter:
             if 'default_exp' in directives: exp = directives['default_exp'][0]
             elif 'export' in directives:
                 to = (directives['export'] or [exp])[0]
-                shown += [md_cell(f'::: {{.exported title="minivllm/{to.replace(".", "/")}.py"}}'), c, md_cell(':::')]
+                shown += [md_cell(f'::: {{.exported data-file="minivllm/{to.replace(".", "/")}.py"}}'), c, md_cell(':::')]
                 names += [(to, n) for n in exported_names(c.source)]
             else: shown.append(c)
         self.nb.cells = shown + self.reference(names)
