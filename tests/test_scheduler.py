@@ -469,21 +469,21 @@ def test_cost_model_never_fails(steps):
 # ---- cost, and no torch
 
 def test_cost_of_scheduling_grows_linearly():
-    "Eight times as many running requests must not cost much more than eight times the time"
+    "CPU time per running request must not grow with their number: 32 times as many would cost 32 times as much each if something were quadratic"
     def per_seq(n):
         s = Scheduler(BlockManager(4 * n + 64, 16), max_num_seqs=2 * n, max_num_batched_tokens=n)
         simulate(s, [Request(1, 1000) for _ in range(n)], max_steps=3)
-        best = min(_timed(s) for _ in range(5))
-        return best / n
-    assert per_seq(4096) < 4 * per_seq(512) and per_seq(4096) < 60e-6
+        return min(_timed(s) for _ in range(7)) / n
+    assert per_seq(8192) < 10 * per_seq(256)
 
 
 def _timed(s):
-    t = time.perf_counter()
+    t = time.process_time()
     out = s.schedule(1.)
     s.mark_computed(out)
+    t = time.process_time() - t
     for q in out.sampled: q.append_token(1, 0.)
-    return time.perf_counter() - t
+    return t
 
 
 BLOCKED = '''
