@@ -70,13 +70,13 @@ _style = '''<style>
 .mv-tok{display:inline-block;min-width:1.1em;padding:1px 4px;border-radius:4px;border:2px solid transparent;color:#1b2126;background:#cfe3f7;font:13px ui-monospace,Menlo,Consolas,monospace;white-space:pre;text-align:center}
 .mv-tok.read{border-color:#1f5fa8}.mv-tok.new{background:#ffc98f;border-color:#b35c00;font-weight:700}.mv-tok.todo{background:#fff;border:2px dashed #7a8793}
 .mv-key{font-size:13px;display:flex;flex-wrap:wrap;gap:4px 14px}
-.mv-tensors{border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0;display:block;overflow-x:auto}
-.mv-tensors th,.mv-tensors td{border:0;border-bottom:1px solid rgba(128,128,128,.35);padding:2px 10px 2px 0;text-align:left;vertical-align:top;white-space:nowrap;background:none}
+.mv-lab .mv-tensors{border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0;display:block;overflow-x:auto}
+.mv-tensors th,.mv-tensors td{border:0;border-bottom:1px solid rgba(128,128,128,.35);padding:2px 10px 2px 0;text-align:left;vertical-align:top;white-space:nowrap;background:none}.mv-tensors td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:9em}
 .mv-badge{display:inline-block;border-radius:5px;padding:0 9px;font-weight:700;color:#1b2126;background:#d9dde1}.mv-badge.prefill{background:#ffc98f}.mv-badge.decode{background:#cfe3f7}
 .mv-good{border-left:4px solid #2f8f4e;padding-left:10px}.mv-bad{border-left:4px solid #c03a2b;padding-left:10px}
 .mv-chart{display:flex;align-items:flex-end;gap:1px;height:120px;border-bottom:1px solid currentColor}.mv-chart>i{flex:1 1 0;display:flex;flex-direction:column-reverse;height:100%}
 .mv-chart u{display:block;background:#5b9bd8}.mv-chart s{display:block;background:#f0a35e}
-.mv-lane{display:flex;gap:1px;height:16px}.mv-lane>i{flex:1 1 0;background:rgba(128,128,128,.22)}.mv-lane>.d{background:#5b9bd8}.mv-lane>.p{background:#f0a35e}.mv-lane>.f{background:#2f8f4e}.mv-lane>.w{background:repeating-linear-gradient(45deg,#c03a2b 0 3px,rgba(128,128,128,.25) 3px 7px)}
+.mv-lane{display:flex;gap:1px;height:16px;margin-bottom:6px}.mv-lane>i{flex:1 1 0;background:rgba(128,128,128,.22)}.mv-lane>.d{background:#5b9bd8}.mv-lane>.p{background:#f0a35e}.mv-lane>.f{background:#2f8f4e}.mv-lane>.w{background:repeating-linear-gradient(45deg,#c03a2b 0 3px,rgba(128,128,128,.25) 3px 7px)}
 .mv-say{font-weight:600;min-height:1.4em}.mv-lab summary{font-weight:600;cursor:pointer}
 </style>'''
 
@@ -282,9 +282,10 @@ def view(self:Animation):
     for r in self.trace['requests']:
         done, came = self.state(r)
         known = r['num_prompt'] + len(came)
-        over = ', finished: its blocks are free again' if known == len(r['texts']) else ''
+        said = f'. Streamed: “{"".join(r["texts"][r["num_prompt"]:known])}”' if came else ''
+        over = '. Finished: its blocks are free again' if known == len(r['texts']) else ''
         reads = r['name'] in now and done > now[r['name']]
-        rows.append(kv_row(r['name'], r['texts'][:known], done, now.get(r['name'], 0), reads, self.times(r) + over))
+        rows.append(kv_row(r['name'], r['texts'][:known], done, now.get(r['name'], 0), reads, self.times(r) + said + over))
     badge = f'<span class="mv-badge {p["kind"]}">{p["kind"]}</span>' if p else '<span class="mv-badge">start</span>'
     return f'<p>{badge} clock: {self.now} ms</p>{"".join(rows)}{key}' + (tensor_table(p['tensors']) if p else '')
 
