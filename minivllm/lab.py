@@ -76,7 +76,7 @@ _style = '''<style>
 .mv-good{border-left:4px solid #2f8f4e;padding-left:10px}.mv-bad{border-left:4px solid #c03a2b;padding-left:10px}
 .mv-chart{display:flex;align-items:flex-end;gap:1px;height:120px;border-bottom:1px solid currentColor}.mv-chart>i{flex:1 1 0;display:flex;flex-direction:column-reverse;height:100%}
 .mv-chart u{display:block;background:#5b9bd8}.mv-chart s{display:block;background:#f0a35e}
-.mv-lane{display:flex;gap:1px;height:16px;margin-bottom:6px}.mv-lane>i{flex:1 1 0;background:rgba(128,128,128,.22)}.mv-lane>.d{background:#5b9bd8}.mv-lane>.p{background:#f0a35e}.mv-lane>.f{background:#2f8f4e}.mv-lane>.w{background:repeating-linear-gradient(45deg,#c03a2b 0 3px,rgba(128,128,128,.25) 3px 7px)}
+.mv-lane{display:flex;gap:1px;height:16px;margin-bottom:6px}.mv-lane>i{flex:1 1 0;background:rgba(128,128,128,.22)}.mv-lane>.d{background:#5b9bd8}.mv-lane>.p{background:#f0a35e}.mv-lane>.f{background:#1f6b38}.mv-lane>.w{background:repeating-linear-gradient(45deg,#c03a2b 0 3px,rgba(128,128,128,.25) 3px 7px)}
 .mv-say{font-weight:600;min-height:1.4em}.mv-lab summary{font-weight:600;cursor:pointer}
 </style>'''
 
@@ -497,7 +497,7 @@ def view(self:Dilemma):
     new, old = self.lanes(run)
     chart = ''.join(column(tokens, len(ids)) for _,_,tokens,ids in run.steps)
     legend = ('<div class="mv-key"><span><span class="mv-badge decode">decode</span></span><span><span class="mv-badge prefill">prefill</span></span>'
-              '<span><span class="mv-badge" style="background:#2f8f4e;color:#fff">first token</span></span><span>striped: waits</span></div>')
+              '<span><span class="mv-badge" style="background:#1f6b38;color:#fff">first token</span></span><span>striped: waits</span></div>')
     rows = ''.join(f'<tr><th>{p}{" ◀" if p == self.values["policy"] else ""}</th><td>{_waits(r)}</td><td>{_ms(longest_gap(r)) if r.streams else "nobody streams"}</td></tr>' for p,r in self.runs.items())
     return (f'<small>tokens in each step, up to {top:,}</small><div class="mv-chart" role="img" aria-label="{len(run.steps)} steps. {escape(self.say())}">{chart}</div>'
             f'{lane("the newcomer", new)}{lane("the unluckiest stream", old)}{legend}'

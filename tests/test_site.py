@@ -105,11 +105,11 @@ def test_site_has_every_chapter(site):
 
 
 def test_site_has_reference_tables_and_source_links(site):
-    from minivllm.pages import exported_names
+    from minivllm.pages import definitions
     for f in notebooks:
         text = (site/page_of[f.name]).read_text(encoding='utf-8')
         sources = [''.join(c['source']) for c in json.loads(f.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'code']
-        names = [n for s in sources if re.search(r'^#\|\s*export\b', s, re.M) for n in exported_names(s)]
+        names = [n for s in sources if re.search(r'^#\|\s*export\b', s, re.M) for n in definitions(s)]
         links = re.findall(r'blob/main/(minivllm/[\w/]+\.py)#L(\d+)-L(\d+)', text)
         assert len(links) >= len(names), f'{f.name}: {len(names)} public names, {len(links)} source links'
         for file, first, last in links:
@@ -142,15 +142,24 @@ def test_site_python_is_pure(site):
 
 # --- pages
 
-@pytest.mark.parametrize('viewport', [WIDE, NARROW], ids=['1280', '390'])
+def faults(page):
+    "Serious accessibility faults that axe-core finds."
+    if not page.evaluate('window.axe !== undefined'): page.add_script_tag(path=root/'node_modules/axe-core/axe.min.js')
+    found = page.evaluate('axe.run(document, {resultTypes: ["violations"]})')['violations']
+    return [(f['id'], f['nodes'][0]['html'][:200], f['nodes'][0].get('failureSummary', '')[:300]) for f in found if f['impact'] in ('serious', 'critical')]
+
+
+def too_wide(page): return page.evaluate('document.documentElement.scrollWidth - window.innerWidth') > 1
+
+
 @pytest.mark.parametrize('name', pages)
-def test_page_opens(browser, base, name, viewport):
-    "No error, nothing missing, no other host, light enough, nothing wider than the screen; then scrolled through, so that diagrams are drawn."
-    with Visit(browser, base, viewport) as v:
+def test_page(browser, base, name):
+    "No error, nothing missing, no other host, light enough, accessible in light and dark, nothing wider than a phone; scrolled through, so that diagrams are drawn."
+    with Visit(browser, base) as v:
         page = v.open(name)
         assert v.bytes < 300_000, f'{v.bytes:,} bytes before anything is touched'
-        assert not any('pyodide' in u or 'mermaid.min' in u and not page.locator('pre.mermaid').count() for u in v.asked)
-        assert page.evaluate('document.documentElement.scrollWidth - window.innerWidth') <= 1, 'wider than the screen'
+        assert not any('pyodide' in u for u in v.asked)
+        assert not too_wide(page)
         for el in page.locator('pre.mermaid').all():
             el.scroll_into_view_if_needed()
             page.wait_for_function('e => e.classList.contains("drawn")', arg=el.element_handle())
@@ -158,19 +167,24 @@ def test_page_opens(browser, base, name, viewport):
         page.wait_for_function('[...document.images].every(i => i.complete && i.naturalWidth)')
         assert page.locator('.katex-error').count() == 0
         assert not re.search(r'(?<![`\w])@(fig|tbl|sec|eq)-|\{#(fig|sec)-|^:::', page.inner_text('main'), re.M), 'unrendered Markdown'
+        assert not faults(page)
+        page.evaluate('smalldocsToggleScheme()')
+        page.wait_for_function('document.documentElement.classList.contains("quarto-dark")')
+        page.wait_for_timeout(300)
+        assert not faults(page), 'in the dark'
+        page.set_viewport_size(NARROW)
+        page.wait_for_timeout(100)
+        assert not too_wide(page), 'on a phone'
 
 
-def faults(page):
-    "Serious accessibility faults that axe-core finds."
-    page.add_script_tag(path=root/'node_modules/axe-core/axe.min.js')
-    found = page.evaluate('axe.run(document, {resultTypes: ["violations"]})')['violations']
-    return [(f['id'], f['nodes'][0]['html'][:200], f['nodes'][0].get('failureSummary', '')[:300]) for f in found if f['impact'] in ('serious', 'critical')]
-
-
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-@pytest.mark.parametrize('name', pages)
-def test_page_is_accessible(browser, base, name, scheme):
-    with Visit(browser, base, scheme=scheme) as v: assert not faults(v.open(name))
+@pytest.mark.parametrize('name', ['index.html', 'scheduler.html'])
+def test_page_on_a_phone(browser, base, name):
+    with Visit(browser, base, NARROW) as v:
+        page = v.open(name)
+        assert not too_wide(page)
+        page.get_by_role('button', name='Toggle sidebar navigation').click()
+        page.locator('#quarto-sidebar').get_by_text('Sequence').first.click()
+        page.wait_for_url(re.compile('sequence'))
 
 
 def test_search_and_dark_mode(browser, base):
@@ -180,8 +194,8 @@ def test_search_and_dark_mode(browser, base):
         page.keyboard.type('token budget')
         page.locator('.search-result').first.wait_for()
         page.keyboard.press('Enter')
-        page.wait_for_url(re.compile(r'\.html'))
-        assert page.locator('main h1').count() == 1
+        page.wait_for_url(lambda url: 'index' not in url)
+        assert page.locator('h1.title').count() == 1
         page.locator('.quarto-color-scheme-toggle').first.click()
         page.wait_for_function('document.documentElement.classList.contains("quarto-dark")')
         v.open('sequence.html')
@@ -207,7 +221,7 @@ def test_lesson(browser, base, viewport):
         assert film.locator('.mv-tok').count() > 20 and film.get_attribute('data-live') is None      # the picture before
         film.get_by_role('button', name='Step', exact=False).click()
         says(film, 'Pass 1, step 1: prefill reads 20 prompt tokens')
-        assert film.locator('.mv-tok.new').count() == 20
+        assert film.locator('.mv-row .mv-tok.new').count() == 20
         film.get_by_label('Speed').select_option('500')
         film.get_by_role('button', name='Play').click()
         says(film, 'Pass 2, step 2: decode feeds 2 last tokens')
@@ -255,7 +269,7 @@ def test_lesson(browser, base, viewport):
         assert knobs.locator('.mv-chart > i').count() > 20
         knobs.get_by_label('Policy').select_option('balanced')
         says(knobs, 'balanced: the newcomer waits')
-        assert page.evaluate('document.documentElement.scrollWidth - window.innerWidth') <= 1
+        assert not too_wide(page)
         if viewport is WIDE: assert not faults(page)
 
 

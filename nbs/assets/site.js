@@ -32,7 +32,9 @@
       was = dark();
       for (const el of diagrams) if (el.classList.contains('drawn')) draw(el);
     }).observe(document.documentElement, { attributes: true, attributeFilter: ['class'] });
-    // what scrolls sideways must be reachable by keyboard
-    for (const el of document.querySelectorAll('pre, .table-scroll')) if (el.scrollWidth > el.clientWidth) el.tabIndex = 0;
   });
+  // what scrolls sideways must be reachable by keyboard
+  const reachable = () => document.querySelectorAll('main pre, main table, main .math.display').forEach((el) => { if (el.scrollWidth > el.clientWidth) el.tabIndex = 0; });
+  window.addEventListener('load', reachable);
+  window.addEventListener('resize', reachable);
 })();
