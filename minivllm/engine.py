@@ -183,7 +183,7 @@ class Engine:
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens, self.max_model_len, policy, **scheduler_options)
         self.runner = ModelRunner(self.model, self.kv_cache, backend)
-        if graphs: self.record_graphs(max_num_seqs)
+        if gpu: self.warm_up(max_num_batched_tokens, max_num_seqs if graphs else 0)
         self.sampler, self.requests, self.inbox = Sampler(), {}, {}
         self.random, self._ids = random.Random(seed), count()
 
@@ -196,11 +196,12 @@ def gpu_kv_cache_memory(self:Engine, backend, block_size, max_num_batched_tokens
     return measure_kv_cache_bytes(self.model, backend, block_size, max_num_batched_tokens, max_num_seqs, utilization, lambda logits: Sampler()(logits, [asks_much]*len(logits)))
 
 @patch
-def record_graphs(self:Engine, max_num_seqs):
-    "Record the decode passes, and say what it cost."
-    from minivllm.cuda_graphs import DecodeGraphs
-    self.runner.graphs = DecodeGraphs(self.runner, max_num_seqs, self.max_model_len)
-    print(f'minivllm: {self.kv_cache!r}, {self.runner.graphs!r}', file=sys.stderr, flush=True)
+def warm_up(self:Engine, max_num_batched_tokens, max_num_recorded):
+    "Compile and record what a GPU will run, and say what it cost."
+    from minivllm.cuda_graphs import DecodeGraphs, warm_up
+    warm_up(self.runner, max_num_batched_tokens)
+    if max_num_recorded: self.runner.graphs = DecodeGraphs(self.runner, max_num_recorded, self.max_model_len)
+    print(f'minivllm: {self.kv_cache!r}, {self.runner.graphs or "no CUDA graphs"}', file=sys.stderr, flush=True)
 
 # %% ../nbs/08_engine.ipynb #c287e521
 def check_prompt_ids(

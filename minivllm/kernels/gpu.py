@@ -53,9 +53,9 @@ class TritonAttention:
         dtype: torch.dtype = torch.bfloat16,   # type of K and V
     ):
         device = torch.device(device)
-        if device.type != 'cuda' and isinstance(store_kernel, triton.JITFunction):
-            raise ValueError(f"attention_backend='triton' needs a GPU, not {device}; use 'torch' or 'cpu', or set TRITON_INTERPRET=1 before Python starts to run it slowly")
-        if device.index is not None and device.index != torch.cuda.current_device():
+        if not torch.cuda.is_available() if device.type == 'cuda' else isinstance(store_kernel, triton.JITFunction):
+            raise ValueError(f"attention_backend='triton' needs a GPU, and {device} is none; use 'torch' or 'cpu', or set TRITON_INTERPRET=1 before Python starts to run it slowly")
+        if device.type == 'cuda' and device.index not in (None, torch.cuda.current_device()):
             raise ValueError(f'device={device} is not the current one; call torch.cuda.set_device({device.index}) first, or choose the GPU with CUDA_VISIBLE_DEVICES')
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 4
 
@@ -81,7 +81,7 @@ def online_softmax(scores, v, m, l, acc, GUARD: tl.constexpr):
     return new, l*old + tl.sum(p, 1), acc
 
 # %% ../../nbs/11_gpu_kernels.ipynb #3a9ffdbf
-@triton.jit
+@triton.jit(do_not_specialize=['table_stride'])
 def decode_kernel(q, k_cache, v_cache, tables, context_lens, out, parts, sums, scale, window, q_stride, table_stride,
                   GROUP: tl.constexpr, ROWS: tl.constexpr, HD: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):
