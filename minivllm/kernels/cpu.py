@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import cfunc, get_num_threads, njit, prange, types
 from numba.core import event
 from numba.extending import intrinsic, models, register_model
 
@@ -523,14 +523,16 @@ def _work(address): work(address)
 Kernels = namedtuple('Kernels', 'attend scatter parallel worker lock keep')
 
 @cache
-def load_kernels(own_threads=None) -> Kernels:
-    "Compile the kernels, or load them from disk; `own_threads` forces or forbids Numba's threads"
+def load_kernels(own_threads: bool = False) -> Kernels:
+    "Compile the kernels, or load them from disk; `own_threads`: use Numba's threads even where PyTorch's can be had"
     with event.install_listener('numba:compile', _Announce()):
         worker = _cached(cfunc, _work, void(i64), error_model='numpy')
         attend = _cached(njit, _launch, i64(*[i64]*20, types.float64, *[i64]*3), error_model='numpy', nogil=True)
         scatter = _cached(njit, _scatter, i64(*[i64]*10), error_model='numpy', nogil=True)
-        parallel = None if own_threads else openmp_parallel()
-        stand_in = None if parallel else _cached(cfunc, _parallel_stand_in, void(i64, i64, types.int32, types.int32))
+        parallel, stand_in = None if own_threads else openmp_parallel(), None
+        if not parallel:
+            get_num_threads()                # starts Numba's threads: code that comes from disk does not
+            stand_in = _cached(cfunc, _parallel_stand_in, void(i64, i64, types.int32, types.int32))
     return Kernels(attend, scatter, parallel or stand_in.address, worker.address, threading.Lock() if stand_in else None, (worker, stand_in))
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #6b560e60
