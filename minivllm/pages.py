@@ -85,15 +85,18 @@ def has_parameters(
     return inspect.isroutine(obj) and inspect.unwrap(obj).__name__ == node.name
 
 def reference_entry(
-    module,      # The imported module
+    module:str,  # Its name, such as `minivllm.scheduler`
     name:str,    # `'name'` or `'Class.method'`
     git_url:str, # Where the repository is
     branch:str,  # Which branch
 )->str:          # Markdown
     "Heading, link to the source, docstring and table of one name."
-    node, obj = definitions(Path(module.__file__).read_text(encoding='utf-8'))[name], module
+    file = root/(module.replace('.', '/') + '.py')
+    node = definitions(file.read_text(encoding='utf-8'))[name]
+    parts = [f'### {name}', f'[source]({source_link(file, node, git_url, branch)}){{.source-link}}', ast.get_docstring(node)]
+    try: obj = import_module(module)
+    except ImportError: return '\n\n'.join(p for p in parts if p)     # a kernel for another machine: no table here
     for part in name.split('.'): obj = getattr(obj, part)
-    parts = [f'### {name}', f'[source]({source_link(module.__file__, node, git_url, branch)}){{.source-link}}', ast.get_docstring(node)]
     return '\n\n'.join(p for p in [*parts, parameter_table(obj) if has_parameters(obj, node) else ''] if p)
 
 # %% ../nbs/14a_pages.ipynb #26a3fb5f
@@ -129,7 +132,7 @@ class Chapter:
     def reference(self, names):
         "Cells of the reference section."
         cfg = project_settings()
-        entries = [reference_entry(import_module(f'minivllm.{m}'), n, cfg['git_url'], cfg['branch']) for m,n in names]
+        entries = [reference_entry(f'minivllm.{m}', n, cfg['git_url'], cfg['branch']) for m,n in names]
         return [md_cell(e) for e in (['## Reference'] if entries else []) + entries]
 
 # %% ../nbs/14a_pages.ipynb #c93ba95c
