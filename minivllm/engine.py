@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CompletionOutput', 'RequestMetrics', 'RequestOutput', 'Delta', 'Request', 'pool_size', 'longest_sequence',
-           'eos_token_ids', 'Engine', 'check_prompt_ids', 'new_detokenizer', 'as_list', 'LLM']
+           'eos_token_ids', 'generation_defaults', 'Engine', 'check_prompt_ids', 'new_detokenizer', 'as_list', 'LLM']
 
 # %% ../nbs/08_engine.ipynb #758ce616
+import logging
 import random
 import sys
 import time
@@ -26,6 +27,7 @@ from .sampler import Sampler, prompt_logprobs
 from .sampling import SamplingParams, child_seed
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .structured import Grammars
 from .tokens import IncrementalDetokenizer, Tokenizer
 from .weights import load_model, resolve_model
 
@@ -38,8 +40,8 @@ class CompletionOutput:
     token_ids: list                     # All sampled ids, a final EOS or stop token included
     cumulative_logprob: float|None=None # Sum of the sampled tokens' log-probabilities, if they were asked for
     logprobs: list|None=None            # A dict of id -> `Logprob` for each token, if they were asked for
-    finish_reason: str|None=None        # 'stop', 'length', 'abort', or None while it runs
-    stop_reason: str|int|None=None      # The stop string or stop token id that ended it; None for EOS
+    finish_reason: str|None=None        # 'stop', 'length', 'abort', 'error' (a grammar too hard to follow), or None while it runs
+    stop_reason: str|int|None=None      # The stop string or stop token id that ended it, or what the error was; None for EOS
 
 @dataclass
 class RequestMetrics:
@@ -138,7 +140,41 @@ def eos_token_ids(
 )->frozenset:
     "All ids that end a text of this model."
     ids = files.generation_config.get('eos_token_id', list(files.config.eos_token_ids))
-    return frozenset(i for i in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if i is not None)
+    return frozenset(i for i in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if isinstance(i, int) and 0 <= i < files.config.vocab_size)
+
+# %% ../nbs/08_engine.ipynb #7848a6f6
+_honored = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', repetition_penalty='repetition_penalty', max_new_tokens='max_tokens',
+                min_new_tokens='min_tokens', stop_strings='stop')
+_off = dict(num_beams=1, num_beam_groups=1, num_return_sequences=1, typical_p=1, length_penalty=1, encoder_repetition_penalty=1, guidance_scale=1)
+_no_matter = set('''bos_token_id pad_token_id decoder_start_token_id transformers_version use_cache cache_implementation cache_config return_dict_in_generate
+    output_attentions output_hidden_states output_scores output_logits renormalize_logits do_sample early_stopping low_memory compile_config disable_compile
+    prefill_chunk_size use_model_defaults trust_remote_code is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind continuous_batching_config'''.split())
+
+def _is_off(name, value, most):
+    if name == 'max_length': return value is None or value >= most
+    if name in _honored: return value is None
+    return value is None or value == _off.get(name) or not value and not name.endswith('_token_id')
+
+def generation_defaults(
+    config:dict,    # What `generation_config.json` says
+    vocab_size:int, # Ids must be below this
+    most:int,       # Longest text of the model
+)->tuple:           # `(arguments of SamplingParams, what cannot be honored)`
+    "Sort what the model's makers ask for."
+    params, left = {}, {k: v for k,v in config.items() if k not in _no_matter and not k.startswith('_') and not _is_off(k, v, most)}
+    ends = left.pop('eos_token_id', [])
+    if bad := [i for i in (ends if isinstance(ends, list) else [ends]) if not isinstance(i, int) or not 0 <= i < vocab_size]: left['eos_token_id'] = bad
+    if config.get('do_sample') is False: params['temperature'] = 0.
+    for theirs,ours in _honored.items():
+        if theirs not in left or ours in params: continue
+        wanted = params | {ours: left[theirs]}
+        try: SamplingParams(**wanted)
+        except ValueError: continue
+        params = wanted
+        del left[theirs]
+    if config.get('do_sample') is False: left.pop('temperature', None)
+    return params, left
 
 # %% ../nbs/08_engine.ipynb #551d65a2
 class Engine:
@@ -170,6 +206,8 @@ class Engine:
         self.tokenizer = Tokenizer.from_folder(files.tokenizer_folder)
         self.model = load_model(files, dtype=dtype, device=device)
         self.generation_config, self.eos_ids = files.generation_config, eos_token_ids(files, self.tokenizer)
+        self.defaults, unheard = generation_defaults(files.generation_config, files.config.vocab_size, files.config.max_position_embeddings)
+        if unheard: logging.getLogger(__name__).warning('generation_config.json of %s asks for %s, which this engine does not do', self.name, ', '.join(f'{k}={v!r}' for k,v in unheard.items()))
         cfg = self.config
         backend = get_backend(attention_backend, device, self.model.dtype, block_size)
         block_size = block_size or getattr(backend, 'block_size', 16)
@@ -184,7 +222,7 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens, self.max_model_len, policy, **scheduler_options)
         self.runner = ModelRunner(self.model, self.kv_cache, backend)
         if gpu: self.warm_up(max_num_batched_tokens, max_num_seqs if graphs else 0)
-        self.sampler, self.requests, self.inbox = Sampler(), {}, {}
+        self.sampler, self.grammars, self.requests, self.inbox = Sampler(), Grammars(self.tokenizer, cfg.vocab_size, self.eos_ids), {}, {}
         self.random, self._ids = random.Random(seed), count()
 
 # %% ../nbs/08_engine.ipynb #ce8f8104
@@ -236,8 +274,7 @@ def tokenize_prompt(self:Engine,
 @patch
 def default_params(self:Engine)->SamplingParams:
     "Sampling parameters as the model's makers ship them."
-    names = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', repetition_penalty='repetition_penalty', max_new_tokens='max_tokens')
-    return SamplingParams(**{ours: self.generation_config[theirs] for theirs,ours in names.items() if self.generation_config.get(theirs) is not None})
+    return SamplingParams(**self.defaults)
 
 # %% ../nbs/08_engine.ipynb #c6585c00
 @patch
@@ -282,6 +319,8 @@ def add_request(self:Engine,
     arrival_time = time.monotonic() if arrival_time is None else arrival_time
     seqs = [Sequence(f'{request_id}/{i}', ids, params, request_id=request_id, index=i, seed=child_seed(seed, i), arrival_time=arrival_time, priority=priority,
                      stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=params.prompt_logprobs is not None) for i in range(params.n)]
+    if params.structured_outputs:
+        for s in seqs: s.matcher = self.grammars.matcher(params.structured_outputs, stop_ids)
     self.scheduler.add(seqs[0])
     self.requests[request_id] = Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
                                         None if params.prompt_logprobs is None else [None])
@@ -355,6 +394,7 @@ def append_token(self:Engine,
     detok = request.detokenizers[seq.index]
     seq.append_token(token, now)
     end = seq.check_finished(self.max_model_len)
+    if seq.matcher: end = seq.matcher.advance(token, end)
     hidden = end and end[0] == 'stop' and not request.params.include_stop_str_in_output
     text = '' if hidden else detok.append(token)
     if detok.stopped is not None: end = 'stop', detok.stopped
