@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['CompletionOutput', 'RequestMetrics', 'RequestOutput', 'Delta', 'Request', 'pool_size', 'longest_sequence',
-           'eos_token_ids', 'Engine', 'check_prompt_ids', 'new_detokenizer', 'as_list', 'LLM']
+           'eos_token_ids', 'physical_cores', 'default_threads', 'ready_model', 'Engine', 'check_prompt_ids',
+           'new_detokenizer', 'as_list', 'LLM']
 
 # %% ../nbs/08_engine.ipynb #758ce616
+import os
 import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch
@@ -139,6 +142,39 @@ def eos_token_ids(
     ids = files.generation_config.get('eos_token_id', list(files.config.eos_token_ids))
     return frozenset(i for i in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if i is not None)
 
+# %% ../nbs/08_engine.ipynb #ffd8177e
+def physical_cores(
+    cpus:str='/sys/devices/system/cpu',     # where Linux describes its CPUs
+    quota:str='/sys/fs/cgroup/cpu.max',     # where a control group's limit is written
+)->int:
+    "Cores that this process may use; what PyTorch counts where the system does not say."
+    if not hasattr(os, 'sched_getaffinity'): return torch.get_num_threads()
+    def siblings(cpu):
+        try: return Path(f'{cpus}/cpu{cpu}/topology/thread_siblings_list').read_text().strip()
+        except OSError: return str(cpu)
+    cores = len({siblings(c) for c in os.sched_getaffinity(0)})
+    try: most, period = Path(quota).read_text().split()
+    except (OSError, ValueError): return cores
+    return cores if most == 'max' else max(1, min(cores, int(most) // int(period)))
+
+def default_threads()->int:
+    "What `OMP_NUM_THREADS` says, or one per physical core."
+    asked = os.environ.get('OMP_NUM_THREADS', '')
+    return int(asked) if asked.isdigit() and int(asked) else physical_cores()
+
+# %% ../nbs/08_engine.ipynb #225abfa3
+def ready_model(
+    files,                   # `ModelFiles`
+    dtype='auto',            # See `choose_dtype`
+    device='cpu',
+    attention_backend=None,  # As in `Engine`
+):                           # `Transformer`
+    "Load a model, with fast parts where there are some."
+    model = load_model(files, dtype=dtype, device=device)
+    if attention_backend not in (None, 'cpu') or model.device.type != 'cpu' or model.dtype not in (torch.float32, torch.bfloat16): return model
+    from minivllm.kernels.fast import optimize
+    return optimize(model)
+
 # %% ../nbs/08_engine.ipynb #551d65a2
 class Engine:
     "A model, its K/V pool, and the loop that serves requests with them."
@@ -160,11 +196,12 @@ class Engine:
         **scheduler_options,              # Options of chapter 06's `Scheduler`
     ):
         if device == 'auto': device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        if threads: torch.set_num_threads(threads)
+        self.threads = threads or default_threads()
+        torch.set_num_threads(self.threads)
         files = resolve_model(model)
         self.name, self.config = files.name, files.config
         self.tokenizer = Tokenizer.from_folder(files.tokenizer_folder)
-        self.model = load_model(files, dtype=dtype, device=device)
+        self.model = ready_model(files, dtype, device, attention_backend)
         self.generation_config, self.eos_ids = files.generation_config, eos_token_ids(files, self.tokenizer)
         cfg = self.config
         num_blocks = num_blocks or pool_size(cfg, self.model.dtype, block_size, max_num_seqs, kv_cache_memory)
