@@ -6,7 +6,7 @@
 __all__ = ['Turn', 'TURN', 'load_turn', 'store_turn', 'narrow', 'turn_head', 'turn_rows', 'load_turner', 'FastRotary', 'Turner',
            'as_packed', 'FastBlock', 'can_optimize', 'optimize', 'agreement']
 
-# %% ../../nbs/10c_fast_model.ipynb #76f9f1c9
+# %% ../../nbs/10c_fast_model.ipynb #f8ff8962
 from collections import namedtuple
 from functools import cache
 
@@ -19,10 +19,10 @@ from torch import nn
 
 from .cpu import (_Announce, _cached, add, address, call_parallel, call_work, copy, f32, fma, from_bits, i64, inner, load, mul, splat, store,
                                   store_bf16, take, to_bits, total, void)
-from .linear import PackedLinear, PackedNorm, RowTiles, _loader, pack_linear, pad_to, up, widen, with_threads
+from .linear import PackedLinear, PackedNorm, RowTiles, _loader, checked, pad_to, up, widen, with_threads
 from ..model import activations, rotate
 
-# %% ../../nbs/10c_fast_model.ipynb #c5242ac5
+# %% ../../nbs/10c_fast_model.ipynb #5684178a
 Turn = namedtuple('Turn', 'data stride bf16 rows heads q_heads head_dim cos sin q_norm k_norm eps next')
 TURN = len(Turn._fields)
 load_turn, store_turn = _loader(Turn)
@@ -60,7 +60,7 @@ def turn_head(t, head, cos, sin, norm, room):
     narrow(head, a, half, t.bf16, room + 128*n)
     narrow(head + half*size, b, half, t.bf16, room + 128*n)
 
-# %% ../../nbs/10c_fast_model.ipynb #1b236756
+# %% ../../nbs/10c_fast_model.ipynb #d7673b94
 @inner
 def turn_rows(at):
     "What each thread runs: take sixteen tokens at a time"
@@ -94,7 +94,7 @@ def load_turner():
         turn = _cached(njit, _turn, void(*[i64]*11, types.float64, *[i64]*3), error_model='numpy', nogil=True)
     return with_threads(turn), worker
 
-# %% ../../nbs/10c_fast_model.ipynb #cc176f26
+# %% ../../nbs/10c_fast_model.ipynb #741139b6
 class FastRotary(nn.Module):
     "Cosines and sines as the kernel reads them: fp32 `[T, hd/2]`, filled up to sixteens"
     def __init__(self, rotary):
@@ -124,10 +124,10 @@ class Turner(nn.Module):
         self.turn(qkv.data_ptr(), qkv.stride(0)*qkv.element_size(), qkv.dtype == torch.bfloat16, len(qkv), self.q_heads + self.kv_heads, self.q_heads, self.head_dim,
                   cos.data_ptr(), sin.data_ptr(), *self.at, self.eps, worker=self.worker)
 
-# %% ../../nbs/10c_fast_model.ipynb #5611cb0b
+# %% ../../nbs/10c_fast_model.ipynb #e609b6b1
 def as_packed(linear):
     "A `Linear` packed; one that is packed already (quantized weights, chapter 10d) as it is"
-    return pack_linear(linear.weight.data, linear.bias) if not isinstance(linear, (PackedLinear, RowTiles)) else linear
+    return checked(PackedLinear.pack(linear.weight.data, linear.bias)) if not isinstance(linear, (PackedLinear, RowTiles)) else linear
 
 class FastBlock(nn.Module):
     "Chapter 03's `Block` in six calls"
@@ -149,7 +149,7 @@ class FastBlock(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self.act(gate)*up, add=x)
 
-# %% ../../nbs/10c_fast_model.ipynb #db74ad0d
+# %% ../../nbs/10c_fast_model.ipynb #f142c1c0
 def can_optimize(model):
     "Are there kernels for this model here?"
     return model.device.type == 'cpu' and model.dtype in (torch.float32, torch.bfloat16)
@@ -168,13 +168,13 @@ def optimize(
     model.norm, model.rotary = PackedNorm(model.norm.weight.data, model.norm.eps), FastRotary(model.rotary)
     return model
 
-# %% ../../nbs/10c_fast_model.ipynb #6e2d5a91
+# %% ../../nbs/10c_fast_model.ipynb #df3d45cc
 def agreement(
     plain, fast,            # two models
     ids:torch.Tensor,       # `[T]`
     attend,                 # as in `Transformer.forward`
-): # largest difference of logits, share of equal argmax
+): # root mean square of the logits' difference, share of equal argmax
     "How far apart two models are on one text"
     at = torch.arange(len(ids))
     a, b = (m.compute_logits(m(ids, at, attend)) for m in (plain, fast))
-    return (a - b).abs().max().item(), (a.argmax(-1) == b.argmax(-1)).float().mean().item()
+    return (a - b).square().mean().sqrt().item(), (a.argmax(-1) == b.argmax(-1)).float().mean().item()

@@ -10,9 +10,9 @@ __all__ = ['fp32_tile8', 'fp32_tile1', 'I8', 'amx_tile1', 'amx_tile2', 'amx_conf
            'amx_allowed', 'widen', 'silu', 'lower', 'share', 'read_row', 'finish', 'prepare_fp32', 'multiply_fp32',
            'prepare_wide', 'multiply_wide', 'prepare_amx', 'multiply_amx', 'make_run', 'up32', 'rows_fp32', 'rows_bf16',
            'kind_for', 'with_threads', 'load_launcher', 'load_worker', 'PackedLinear', 'PackedNorm', 'load_normalizer',
-           'RowTiles', 'is_sound', 'pack_linear']
+           'RowTiles', 'is_sound', 'checked']
 
-# %% ../../nbs/10b_matrix_products.ipynb #2557cd09
+# %% ../../nbs/10b_matrix_products.ipynb #cdd9b324
 import ctypes, math, platform, sys
 from collections import namedtuple
 from functools import cache
@@ -33,7 +33,7 @@ from .cpu import (F32, I16S, I32, I32S, I64, VEC, _all, _Announce, _at, _cached,
                                   take, to_bits, total, void, widen_rows)
 from ..model import Linear
 
-# %% ../../nbs/10b_matrix_products.ipynb #3aff32a0
+# %% ../../nbs/10b_matrix_products.ipynb #5b17fce6
 def emits(result, *params):
     "Decorator: as chapter 10a's `op`, for any number of parameters"
     def wrap(emit):
@@ -51,7 +51,7 @@ def rows_at(b, first, stride, n):
     for _ in range(1, n): at.append(b.add(at[-1], stride))
     return at
 
-# %% ../../nbs/10b_matrix_products.ipynb #f7143368
+# %% ../../nbs/10b_matrix_products.ipynb #4a60ed9c
 def make_tile(rows, weights):
     "An op: `rows` rows of fp32 inputs times one tile of weights; sums go to `out`, 128 bytes per row"
     @emits(void, i64, i64, i64, i64, i64)
@@ -74,7 +74,7 @@ def _fp32_weights(b, w, step):
 
 fp32_tile8, fp32_tile1 = make_tile(8, _fp32_weights), make_tile(1, _fp32_weights)
 
-# %% ../../nbs/10b_matrix_products.ipynb #3a9a0158
+# %% ../../nbs/10b_matrix_products.ipynb #c5a69b97
 def pad_to(t, *sizes):
     "Zeros at the end of each dimension of `t`, up to `sizes`"
     return F.pad(t, [n for have, want in zip(reversed(t.shape), reversed(sizes)) for n in (0, want - have)])
@@ -88,7 +88,7 @@ def pack_fp32(
     n, k = weight.shape
     return pad_to(weight, up(n, 32), k).view(-1, 32, k).transpose(1, 2).contiguous()
 
-# %% ../../nbs/10b_matrix_products.ipynb #19f80162
+# %% ../../nbs/10b_matrix_products.ipynb #88316d94
 def pack_bf16(
     weight:torch.Tensor, # `[N, K]`, bfloat16
 ): # `[N/32, K/32, 2, 16, 16, 2]`
@@ -96,7 +96,7 @@ def pack_bf16(
     n, k = weight.shape
     return pad_to(weight, up(n, 32), up(k, 32)).view(-1, 2, 16, up(k, 32)//32, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-# %% ../../nbs/10b_matrix_products.ipynb #3989535e
+# %% ../../nbs/10b_matrix_products.ipynb #eda30f9d
 I8 = ir.IntType(8)
 _BYTE = I8.as_pointer()
 
@@ -121,7 +121,7 @@ def make_amx_tile(groups):
 
 amx_tile1, amx_tile2 = make_amx_tile(1), make_amx_tile(2)
 
-# %% ../../nbs/10b_matrix_products.ipynb #c4d89111
+# %% ../../nbs/10b_matrix_products.ipynb #c1dfced2
 @emits(void, i64)
 def tile_config(b, config): _amx(b, 'ldtilecfg', _at(b, config, I8))
 @emits(void)
@@ -139,7 +139,7 @@ def amx_allowed(
     if sys.platform != 'linux' or platform.machine() != 'x86_64' or not {'amx-tile', 'amx-bf16'} <= cpu_features(): return False
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0               # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 
-# %% ../../nbs/10b_matrix_products.ipynb #8e0d8f7e
+# %% ../../nbs/10b_matrix_products.ipynb #a7fade47
 def _bf16_weights(b, w, step):
     block, pair = b.lshr(step, I64(4)), b.and_(step, I64(15))
     at = b.add(w, b.add(b.mul(block, I64(2048)), b.mul(pair, I64(64))))
@@ -148,7 +148,7 @@ def _bf16_weights(b, w, step):
 
 bf16_tile8, bf16_tile1 = make_tile(8, _bf16_weights), make_tile(1, _bf16_weights)
 
-# %% ../../nbs/10b_matrix_products.ipynb #7471c122
+# %% ../../nbs/10b_matrix_products.ipynb #4c9b0bf1
 Weights = namedtuple('Weights', 'data tile_bytes tiles inputs blocks outputs bias row_bytes config')
 Job = namedtuple('Job', 'weights x x_stride x_bf16 rows before norm eps out out_stride out_bf16 add chunk chunks parts next')
 JOB = len(Job._fields)
@@ -165,7 +165,7 @@ def _loader(record):
 load_weights, _ = _loader(Weights)
 load_job, store_job = _loader(Job)
 
-# %% ../../nbs/10b_matrix_products.ipynb #4e02d49c
+# %% ../../nbs/10b_matrix_products.ipynb #ea1a2b6f
 PLAIN, NORM, GATE = 0, 1, 2        # what happens to a row before the product
 
 @inner
@@ -200,7 +200,7 @@ def read_row(j, inputs, r, dst, other):
         widen(other, src + inputs*(2 if j.x_bf16 else 4), inputs, n, j.x_bf16)
         for i in range(n): store(dst + 64*i, mul(silu(load(dst + 64*i)), load(other + 64*i)))
 
-# %% ../../nbs/10b_matrix_products.ipynb #8e70648e
+# %% ../../nbs/10b_matrix_products.ipynb #6ca076cc
 @inner
 def finish(j, w, sums, first, rows, tile):
     "Write the sums of `rows` rows from row `first` on, one tile wide; `sums` has 256 spare bytes before it"
@@ -223,7 +223,7 @@ def finish(j, w, sums, first, rows, tile):
                 else: store(spare, x)
                 copy(j.out + place, spare, left*size)
 
-# %% ../../nbs/10b_matrix_products.ipynb #30d465c8
+# %% ../../nbs/10b_matrix_products.ipynb #2c6742ae
 @inner
 def prepare_fp32(j, w, r, dst, spare): read_row(j, w.inputs, r, dst, spare)
 
@@ -239,7 +239,7 @@ def multiply_fp32(j, w, x, rows, sums, first, lo, hi):
             fp32_tile1(data, x + r*w.row_bytes, w.row_bytes, w.inputs, sums)
             finish(j, w, sums, first + r, 1, tile)
 
-# %% ../../nbs/10b_matrix_products.ipynb #68f0300b
+# %% ../../nbs/10b_matrix_products.ipynb #de51b001
 @inner
 def prepare_wide(j, w, r, dst, spare):
     "fp32, with zeros up to a whole block of 32"
@@ -258,7 +258,7 @@ def multiply_wide(j, w, x, rows, sums, first, lo, hi):
             bf16_tile1(data, x + r*w.row_bytes, w.row_bytes, w.blocks*16, sums)
             finish(j, w, sums, first + r, 1, tile)
 
-# %% ../../nbs/10b_matrix_products.ipynb #4b73b2a9
+# %% ../../nbs/10b_matrix_products.ipynb #0c4df0bd
 @inner
 def prepare_amx(j, w, r, dst, spare):
     row = spare + w.blocks*128
@@ -277,7 +277,7 @@ def multiply_amx(j, w, x, rows, sums, first, lo, hi):
             finish(j, w, sums, first + r, min(32, rows - r), tile)
     tile_release()
 
-# %% ../../nbs/10b_matrix_products.ipynb #53fe25a1
+# %% ../../nbs/10b_matrix_products.ipynb #b34abf20
 CHUNK = 256
 
 def make_run(prepare, multiply):
@@ -307,7 +307,7 @@ def make_run(prepare, multiply):
 @inner
 def up32(n): return (n + 31)//32*32
 
-# %% ../../nbs/10b_matrix_products.ipynb #45f99992
+# %% ../../nbs/10b_matrix_products.ipynb #782ab7f1
 def _launch(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, threads, parallel, worker):
     w, job = load_weights(weights), np.empty(JOB + 1, np.int64)
     job[JOB] = 0
@@ -330,7 +330,7 @@ def _work_amx(at): run_amx(at)
 
 Kind = namedtuple('Kind', 'name work dtype pack unpack row_bytes')        # row_bytes(inputs): bytes of one prepared row
 
-# %% ../../nbs/10b_matrix_products.ipynb #a5df0b95
+# %% ../../nbs/10b_matrix_products.ipynb #213fde0e
 def rows_fp32(packed, ids): return packed[ids//32, :, ids % 32]
 def rows_bf16(packed, ids): return packed[ids//32, :, ids//16 % 2, :, ids % 16].flatten(1)
 
@@ -346,7 +346,7 @@ def kind_for(
     if dtype == torch.bfloat16: return amx if amx_allowed() else wide
     raise ValueError(f'packed weights are float32 or bfloat16, not {dtype}')
 
-# %% ../../nbs/10b_matrix_products.ipynb #89098365
+# %% ../../nbs/10b_matrix_products.ipynb #3e4b6ad0
 def with_threads(f):
     "`f`, told how many threads there are and how to start them; one call at a time where the threads are Numba's own"
     kernels = load_kernels()
@@ -366,7 +366,7 @@ def load_worker(work):
     "A kind's compiled worker"
     with event.install_listener('numba:compile', _Announce()): return _cached(cfunc, work, void(i64), error_model='numpy')
 
-# %% ../../nbs/10b_matrix_products.ipynb #4399a7a3
+# %% ../../nbs/10b_matrix_products.ipynb #4818e68e
 class PackedLinear(nn.Module):
     "`x [T, n_in] -> [T, n_out]`; a row's bits depend on that row only"
     def __init__(self,
@@ -393,7 +393,7 @@ class PackedLinear(nn.Module):
     def rows(self, ids): return self.kind.unpack(self.packed, ids)[:, :self.n_in]
     def extra_repr(self): return f'{self.n_in}, {self.n_out}, {self.kind.name}, bias={self.bias is not None}'
 
-# %% ../../nbs/10b_matrix_products.ipynb #06f02991
+# %% ../../nbs/10b_matrix_products.ipynb #2f3c06a6
 class PackedNorm(nn.Module):
     "RMSNorm, as a layer of its own or as the `norm` of a `PackedLinear`"
     def __init__(self, weight, eps):
@@ -422,7 +422,7 @@ def load_normalizer():
     with event.install_listener('numba:compile', _Announce()):
         return _cached(njit, _normalize, void(*[i64]*5, types.float64, i64), error_model='numpy', nogil=True)
 
-# %% ../../nbs/10b_matrix_products.ipynb #470f28e9
+# %% ../../nbs/10b_matrix_products.ipynb #362ed794
 @patch
 def forward(self:PackedLinear,
     x:torch.Tensor,             # `[T, n_in]`, fp32 or bf16; with `gate` `[T, 2*n_in]`
@@ -440,7 +440,7 @@ def forward(self:PackedLinear,
                 0 if add is None else add.data_ptr(), worker=self.worker)
     return out
 
-# %% ../../nbs/10b_matrix_products.ipynb #d9a16b88
+# %% ../../nbs/10b_matrix_products.ipynb #32d0e750
 ROW_TILE = 16
 
 class RowTiles(nn.Module):
@@ -459,32 +459,28 @@ class RowTiles(nn.Module):
         y = torch.cat([F.linear(t, self.weight, self.bias) for t in y.split(ROW_TILE)])[:len(x)]
         return y.to(dtype or x.dtype) if add is None else add.add_(y)
 
-# %% ../../nbs/10b_matrix_products.ipynb #6301a8fe
+# %% ../../nbs/10b_matrix_products.ipynb #e3de0d41
 def is_sound(
     layer:PackedLinear,
-    weight:torch.Tensor, # what was packed
-    bias=None,
 ): # bool
     "Does this machine's kernel give right results, the same for any number of rows?"
-    x = torch.randn(33, layer.n_in, generator=torch.Generator().manual_seed(0))
-    whole = layer(x)
+    x, n = torch.randn(33, layer.n_in, generator=torch.Generator().manual_seed(0)), min(64, layer.n_out)
+    whole, few = layer(x), layer.rows(torch.arange(n)).float()
     same = all(torch.equal(layer(x[a:b]), whole[a:b]) for a, b in ((0, 1), (1, 3), (2, 10), (15, 32)))
-    few = weight[:64].float()
-    want = F.linear(x, few, None if bias is None else bias[:64].float())
-    error = (whole[:, :64] - want).abs().max()
-    return same and bool(error <= (1e-4 if weight.dtype == torch.float32 else 2e-2)*(x.abs() @ few.abs().T).max())
+    error = (whole[:, :n] - F.linear(x, few, None if layer.bias is None else layer.bias[:n])).abs().max()
+    return same and bool(error <= (1e-5 if layer.kind is fp32 else 1e-2)*(x.abs() @ few.abs().T).max())
 
 _sound = {}       # kind and shape -> did the check pass?
 
-def pack_linear(
-    weight:torch.Tensor, # `[n_out, n_in]`
-    bias=None,           # `[n_out]`
+def checked(
+    layer:PackedLinear,
     check=is_sound,
-): # `PackedLinear`, or `RowTiles` where it is not sound
-    "Pack a weight, and check its shape the first time it is seen"
-    layer = PackedLinear.pack(weight, bias)
-    key = layer.kind.name, tuple(weight.shape), check
+): # the layer, or `RowTiles` where it is not sound
+    "Check a shape the first time it is seen"
+    key = layer.kind.name, layer.n_out, layer.n_in, check
     if key not in _sound:
-        _sound[key] = check(layer, weight, bias)
-        if not _sound[key]: print(f'minivllm: {layer.kind.name} product {key[1]} fails its check on this machine; a slower one is used', file=sys.stderr)
-    return layer if _sound[key] else RowTiles(weight, bias)
+        _sound[key] = check(layer)
+        if not _sound[key]: print(f'minivllm: {layer.kind.name} products [{layer.n_out}, {layer.n_in}] fail their check on this machine; slower ones are used', file=sys.stderr)
+    if _sound[key]: return layer
+    dtype = layer.kind.dtype or torch.float32
+    return RowTiles(layer.rows(torch.arange(layer.n_out)).to(dtype), None if layer.bias is None else layer.bias[:layer.n_out].to(dtype))
