@@ -17,8 +17,8 @@ from .sampling import uniform
 
 # %% ../nbs/04a_sampler.ipynb #57b9d477
 def _blocks(x):
-    "A view of `[n, V]` as `[n, V/b, b]`, with b = 256 or what divides V."
-    size = math.gcd(x.shape[1], 256)
+    "A view of `[n, V]` as `[n, V/b, b]`, with b = 64 or what divides V."
+    size = math.gcd(x.shape[1], 64)
     return x.view(len(x), x.shape[1] // size, size)
 
 def _rows(x, rows): return x.index_select(0, torch.tensor(rows, device=x.device))
@@ -86,8 +86,8 @@ def banned_ids(seq, vocab_size):
     if params.bad_words and params.bad_words_token_ids is None: raise ValueError('bad_words must be tokenized first: call params.update_from_tokenizer')
     banned = {w[-1] for w in params.bad_words_token_ids or () if len(output) >= len(w) - 1 and output[len(output) - len(w) + 1:] == w[:-1]}
     if len(output) < params.min_tokens: banned |= seq.stop_ids
-    allowed = set(params.allowed_token_ids or range(vocab_size)) if banned else ()
-    return banned if not banned or allowed - banned else set()
+    left = len(set(params.allowed_token_ids) - banned) if params.allowed_token_ids else vocab_size - len(banned)
+    return banned if left else set()
 
 # %% ../nbs/04a_sampler.ipynb #f470482f
 def mask_tokens(logits: torch.Tensor, # [n, V], changed in place

@@ -312,7 +312,8 @@ def _run_prefills(self:Scheduler, room, now):
     "Share `room` tokens between the lanes: each may take at least half of it if it has so much to do"
     lanes = [lane for lane in self.lanes if lane.waiting or lane.reading]
     lanes.sort(key=lambda lane: self._queue_key(lane.waiting[0]) if lane.waiting else (float('inf'),))
-    if len(lanes) < 2: return [self._run_lane(lane, room, now) for lane in lanes]
+    if len(lanes) == 1: self._run_lane(lanes[0], room, now)
+    if len(lanes) < 2: return
     first, second = lanes
     self.num_odd += room % 2                                          # of an odd number, each lane gets the larger half in turn
     half = room // 2 + (room % 2 and (self.num_odd + (second is self.lanes[0])) % 2)

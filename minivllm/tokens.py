@@ -165,7 +165,7 @@ def feed(self: ByteStream, token_id):
     "Text that is complete with this token."
     if token_id in self.skipped: return ''
     new = self.tokenizer.token_bytes(token_id)
-    if self.drop_first: new, self.drop_first = new.replace(b' ', b''), False
+    if new and self.drop_first: new, self.drop_first = new.replace(b' ', b''), False
     text = self.utf8.decode(new)
     if self.from_prompt: text = self._without_broken(text, new)
     if self.strip and text:

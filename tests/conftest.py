@@ -1,5 +1,6 @@
 "What several test files share: the demo model, the same weights in transformers, and a tiny random checkpoint."
 import os
+from functools import cache
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
@@ -30,11 +31,12 @@ def demo_hf():
 def greedy_hf(demo_hf):
     "Greedy continuation of a prompt of ids, by transformers, alone: `greedy_hf(ids, n) -> ids`."
     model, _ = demo_hf
-    def run(ids, n, **kw):
-        with torch.inference_mode():
-            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=n, pad_token_id=2, **kw)
-        return out[0, len(ids):].tolist()
-    return run
+
+    @cache
+    @torch.inference_mode()
+    def run(ids, n):
+        return model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=n, pad_token_id=2)[0, len(ids):].tolist()
+    return lambda ids, n: run(tuple(ids), n)
 
 
 @pytest.fixture(scope='session')

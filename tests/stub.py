@@ -16,11 +16,11 @@ def next_token(tokens):
     return h % VOCAB
 
 
-def reference(prompt, max_tokens, capacity=None, stop=()):
-    "What a request must answer, whatever happens around it: one plain forward per token"
+def reference(prompt, max_tokens, capacity=None, stop=(), index=0):
+    "What the `index`-th answer to a prompt must be, whatever happens around it: one plain forward per token"
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append((next_token(tokens) + index) % VOCAB)
         if tokens[-1] in stop or capacity is not None and len(tokens) > capacity: break
     return tokens[len(prompt):]
 
@@ -31,17 +31,28 @@ class StubEngine:
         self.bm = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.bm, max_model_len=max_model_len, **kw)
         self.memory = [POISON] * (num_blocks * block_size)
-        self.max_model_len, self.model, self.num_steps, self.num_added, self.seqs, self.outputs = max_model_len, model, 0, 0, {}, []
+        self.max_model_len, self.model, self.num_steps, self.num_added, self.seqs, self.siblings, self.outputs = max_model_len, model, 0, 0, {}, {}, []
 
-    def add(self, prompt, max_tokens=8, *, seq_id=None, min_tokens=0, stop=(), **kw):
+    def add(self, prompt, max_tokens=8, *, seq_id=None, min_tokens=0, stop=(), n=1, **kw):
+        "Queue a request for n answers; returns the first sequence, the others fork from it when the prompt has been read"
         self.num_added += 1
         seq_id = seq_id or f's{self.num_added}'
         params = SimpleNamespace(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=())
         kw.setdefault('arrival_time', float(self.num_steps))
-        seq = Sequence(seq_id, prompt, params, stop_ids=frozenset(stop), **kw)
+        seq, *rest = [Sequence(seq_id + f'/{i}' * (i > 0), prompt, params, request_id=seq_id, index=i, stop_ids=frozenset(stop), **kw) for i in range(n)]
         self.scheduler.add(seq)
-        self.seqs[seq_id] = seq
+        self.seqs[seq_id], self.siblings[seq_id] = seq, rest
         return seq
+
+    def fork(self, seq):
+        "The siblings that start now, from the prompt that `seq` has just read; those without a seat queue"
+        if seq.index or seq.num_output_tokens: return []
+        forked = []
+        for sibling in self.siblings.pop(seq.seq_id):
+            self.seqs[sibling.seq_id] = sibling
+            if self.scheduler.fork(seq, sibling): forked.append(sibling)
+            else: self.scheduler.add(sibling)
+        return forked
 
     def forward(self, seq, n):
         "Write n tokens and read the whole history back through the block table"
@@ -52,7 +63,7 @@ class StubEngine:
         assert POISON not in history, 'read what was never written'
         assert history == seq.token_ids[:end], 'read the K/V of somebody else'
         assert len(seq.block_table) == -(-end // size), 'blocks held are not those that the slots need'
-        return self.model(history)
+        return self.model(history)          # logits, so to speak: `index` is the seed with which each sequence draws from them
 
     def step(self):
         self.num_steps += 1
@@ -68,8 +79,9 @@ class StubEngine:
         tokens = {s.seq_id: self.forward(s, n) for s, n in work}
         assert {s.seq_id for s in out.sampled} == {s.seq_id for s, n in work if s.num_computed_tokens + n == s.num_tokens}
         self.scheduler.mark_computed(out)
-        for seq in out.sampled:
-            seq.append_token(tokens[seq.seq_id], now)
+        rows = [(s, tokens[seq.seq_id]) for seq in out.sampled for s in (seq, *self.fork(seq))]
+        for seq, token in rows:
+            seq.append_token((token + seq.index) % VOCAB, now)
             if end := seq.check_finished(self.max_model_len): self.scheduler.finish(seq, *end, now=now)
         self.bm.check_integrity(self.scheduler.sequences.values())
         return out

@@ -56,3 +56,26 @@ def test_help_lists_every_engine_argument():
     r = run('generate', '--help')
     for flag in ('--max-num-batched-tokens', '--no-enable-prefix-caching', '--kv-cache-memory', '--block-size', '--policy', '--threads', '--top-p'):
         assert flag in r.stdout
+
+
+@pytest.fixture
+def broken(tmp_path):
+    "Five models that cannot be used, each with the words that must be said about it."
+    from tiny import tiny_gguf, tiny_llama, tiny_model
+    def save(name, **kw): return tiny_llama(tmp_path/name, **kw)
+    truncated = tmp_path/'truncated.gguf'
+    tiny_gguf(truncated, tiny_model('llama', vocab_size=300), 'F32')
+    truncated.write_bytes(truncated.read_bytes()[:-1000])
+    corrupt = save('corrupt')
+    (corrupt/'model.safetensors').write_bytes(b'\xff' * 100)
+    return [(['--model', str(tmp_path/'nowhere')], 'does not exist'), (['--model', str(truncated)], 'is truncated'), (['--model', str(corrupt)], 'cannot be read'),
+            (['--model', str(save('mute', tokenizer=None))], 'no tokenizer'), (['--model', str(save('plain', chat_template=None)), '--chat'], 'no chat template')]
+
+
+def test_an_unusable_model_is_one_line_that_says_what_to_do(broken, capsys):
+    from minivllm.cli import main
+    for argv, words in broken:
+        assert main(['generate', 'hi', *argv]) == 2
+        out, err = capsys.readouterr()
+        assert words in err and err.count('\n') == 1 and not out, err
+        assert any(advice in err for advice in ('give', 'download', 'add', 'pass')), err

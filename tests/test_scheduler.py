@@ -277,6 +277,19 @@ def test_many_prompts_in_one_step():
     e.run()
 
 
+@pytest.mark.parametrize('prompt_len', [3, 4, 5])
+@pytest.mark.parametrize('num_blocks', [5, 8, 64])
+@pytest.mark.parametrize('seats', [2, 8])
+def test_fork_shares_the_prompt(prompt_len, num_blocks, seats):
+    "Four answers to one prompt: it is read once, the blocks are shared until they part, and nobody sees the others' tokens"
+    e = StubEngine(num_blocks=num_blocks, max_num_seqs=seats)
+    e.add(prompt_of(prompt_len), 9, n=4)
+    e.step()
+    assert len(e.scheduler.running) == min(4, seats) and e.bm.num_blocks - e.bm.num_free_blocks == -(-prompt_len // 4)
+    e.run()
+    for i, s in enumerate(sorted(e.seqs.values(), key=lambda s: s.index)): assert s.output_token_ids == reference(prompt_of(prompt_len), 9, index=i)
+
+
 # ---- all properties on random workloads
 
 POLICIES = st.sampled_from(list(policies))
@@ -289,7 +302,8 @@ REQUESTS = st.lists(st.tuples(
     st.integers(1, 20),                                  # output tokens
     st.integers(0, 6),                                   # steps before the next one comes
     st.integers(-1, 1),                                  # priority
-    st.sampled_from([None, None, None, None, 3])),       # aborted so many steps after it came
+    st.sampled_from([None, None, None, None, 3]),        # aborted so many steps after it came
+    st.sampled_from([1, 1, 1, 3])),                      # answers wanted
     min_size=1, max_size=10)
 FAMILIES = [prompt_of(40, i) for i in range(2)] + [[1] * 40]
 
@@ -337,11 +351,12 @@ def drive(requests, check=Checked, **kw):
     "Send the requests at their times; returns the engine, drained"
     e = check(**kw)
     aborts, expected = {}, {}
-    for i, (family, n, out, gap, priority, abort) in enumerate(requests):
+    for i, (family, n, out, gap, priority, abort, answers) in enumerate(requests):
         prompt = FAMILIES[family][:n]
         if e.bm.can_ever_fit(n):
-            s = e.add(prompt, out, priority=priority)
-            expected[s.seq_id] = reference(prompt, out, capacity=e.bm.num_blocks * e.bm.block_size)
+            s = e.add(prompt, out, priority=priority, n=answers)
+            for k, q in enumerate([s, *e.siblings[s.seq_id]]):
+                expected[q.seq_id] = reference(prompt, out, capacity=e.bm.num_blocks * e.bm.block_size, index=k)
             if abort: aborts[s.seq_id] = e.num_steps + abort
         else:
             with pytest.raises(ValueError, match='KV blocks'): e.add(prompt, out)
@@ -352,7 +367,10 @@ def drive(requests, check=Checked, **kw):
             assert o.num_batched_tokens or o.preempted or o.outgrown
     e.run()
     for k, want in expected.items():
-        s = e.seqs[k]
+        s = e.seqs.get(k)
+        if s is None:                         # its first sibling was aborted before it could fork
+            assert e.seqs[k.split('/')[0]].finish_reason == 'abort'
+            continue
         assert s.is_finished
         if s.finish_reason == 'abort': assert s.output_token_ids == want[:s.num_output_tokens]
         else: assert s.output_token_ids == want, (k, s.finish_reason)
@@ -371,7 +389,7 @@ def test_properties_of_every_step(requests, policy, options, num_blocks, block_s
 @settings(max_examples=300, deadline=None)
 def test_bounds(requests, policy, options, budget):
     "With seats and blocks for all: every running one advances, and every waiting one starts, within the stated numbers of steps"
-    requests = [(*r[:5], None) for r in requests]
+    requests = [(*r[:5], None, 1) for r in requests]
     e = drive(requests, num_blocks=400, block_size=4, policy=policy, max_num_batched_tokens=budget, max_num_seqs=len(requests), **options)
     for k, deadline in e.must_start.items():
         assert e.seqs[k].first_scheduled_time <= deadline, (k, e.seqs[k].first_scheduled_time, deadline)
@@ -405,7 +423,7 @@ def test_decode_bound_with_interval_is_tight_enough(n, cap, interval):
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=2, max_size=8), st.integers(4, 10), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_small_pools_preempt_and_answer(requests, num_blocks, cache):
-    drive([(i % 3, n, out, 0, 0, None) for i, (n, out) in enumerate(requests)], num_blocks=num_blocks, enable_prefix_caching=cache, max_num_batched_tokens=16)
+    drive([(i % 3, n, out, 0, 0, None, 1 + i % 2) for i, (n, out) in enumerate(requests)], num_blocks=num_blocks, enable_prefix_caching=cache, max_num_batched_tokens=16)
 
 
 def test_at_least_twenty_preemptions():
@@ -451,21 +469,21 @@ def test_cost_model_never_fails(steps):
 # ---- cost, and no torch
 
 def test_cost_of_scheduling_grows_linearly():
-    "Eight times as many running requests must not cost much more than eight times the time"
+    "CPU time per running request must not grow with their number: 32 times as many would cost 32 times as much each if something were quadratic"
     def per_seq(n):
         s = Scheduler(BlockManager(4 * n + 64, 16), max_num_seqs=2 * n, max_num_batched_tokens=n)
         simulate(s, [Request(1, 1000) for _ in range(n)], max_steps=3)
-        best = min(_timed(s) for _ in range(5))
-        return best / n
-    assert per_seq(4096) < 4 * per_seq(512) and per_seq(4096) < 60e-6
+        return min(_timed(s) for _ in range(7)) / n
+    assert per_seq(8192) < 10 * per_seq(256)
 
 
 def _timed(s):
-    t = time.perf_counter()
+    t = time.process_time()
     out = s.schedule(1.)
     s.mark_computed(out)
+    t = time.process_time() - t
     for q in out.sampled: q.append_token(1, 0.)
-    return time.perf_counter() - t
+    return t
 
 
 BLOCKED = '''
@@ -498,7 +516,7 @@ def test_runs_without_torch_and_numpy():
 @given(requests=REQUESTS, a=st.integers(1, 30), b=st.integers(1, 30), seats=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_tokens_do_not_depend_on_settings(requests, a, b, seats):
-    requests = [(*r[:5], None) for r in requests]
+    requests = [(*r[:5], None, r[6]) for r in requests]
     x = drive(requests, num_blocks=60, block_size=1, max_num_batched_tokens=a)
     y = drive(requests, num_blocks=15, block_size=4, max_num_batched_tokens=b, max_num_seqs=seats, policy='decode_first', enable_prefix_caching=False)
     assert {k: s.output_token_ids for k, s in x.seqs.items()} == {k: s.output_token_ids for k, s in y.seqs.items()}

@@ -289,3 +289,8 @@ def test_template_cannot_reach_out():
 
 def test_ids_beyond_the_vocabulary_have_no_text():
     for tok in ZOO.values(): assert tok.token_bytes(tok.vocab_size + 1) == b'' and tok.decode([tok.vocab_size + 1]) == ''
+
+def test_an_id_without_text_does_not_end_the_beginning():
+    for tok in (ZOO['metaspace'], ZOO['llama']):
+        first = tok.backend.token_to_id('▁Paris')
+        assert tok.decode([tok.vocab_size + 1, first]) == tok.backend.decode([tok.vocab_size + 1, first]) == 'Paris'

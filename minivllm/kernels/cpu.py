@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['F32', 'I16', 'I32', 'I64', 'VEC', 'I16S', 'I32S', 'lanes', 'i64', 'f32', 'void', 'fold8', 'fold4', 'fold2', 'fold1',
-           'inner', 'TILE', 'PIECE', 'NEG', 'Args', 'NUM_ARGS', 'args_type', 'Kernels', 'Lanes', 'op', 'load', 'store',
-           'splat', 'fma', 'add', 'mul', 'most', 'load_bf16', 'store_bf16', 'total', 'largest', 'dots16', 'exp2',
-           'exp2_one', 'keep', 'load_f32', 'store_f32', 'weigh1', 'weigh4', 'add_tile', 'clear', 'merge',
-           'load_bf16_one', 'load_i32', 'prefetch', 'widen', 'load_args', 'store_args', 'to_bits', 'from_bits',
-           'load_i64', 'store_i64', 'read_tile', 'look_ahead', 'read_queries', 'visit_tile', 'take', 'copy',
-           'write_row', 'attend_task', 'work', 'openmp_parallel', 'call_parallel', 'call_work', 'address',
-           'count_units', 'load_kernels', 'CPUAttention']
+           'inner', 'TILE', 'PIECE', 'NEG', 'Args', 'NUM_ARGS', 'args_type', 'Kernels', 'LOG2E', 'Lanes', 'op', 'load',
+           'store', 'splat', 'fma', 'add', 'mul', 'most', 'load_bf16', 'store_bf16', 'total', 'largest', 'dots16',
+           'exp2', 'exp2_one', 'keep', 'load_f32', 'store_f32', 'weigh1', 'weigh4', 'score_tile', 'soften_tile',
+           'weigh_tile', 'clear', 'merge', 'load_bf16_one', 'load_i32', 'prefetch', 'widen_rows', 'load_args',
+           'store_args', 'to_bits', 'from_bits', 'load_i64', 'store_i64', 'read_tile', 'look_ahead', 'read_queries',
+           'visible', 'visit_tile', 'take', 'copy', 'write_row', 'attend_task', 'work', 'openmp_parallel',
+           'call_parallel', 'call_work', 'address', 'count_units', 'load_kernels', 'CPUAttention']
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #0082ded0
 import ctypes, math, sys, threading
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import cfunc, get_num_threads, njit, prange, types
 from numba.core import event
 from numba.extending import intrinsic, models, register_model
 
@@ -199,33 +199,43 @@ PIECE = 256      # positions after which a row's state is started afresh
 NEG = np.float32(-np.inf)
 
 @inner
-def add_tile(state, q, k, v, p, lo, hi, width, nd):
-    "One step of the online softmax: a row of queries q over places lo..hi of the tile k, v; p is room for 64 weights"
+def score_tile(state, q, k, p, lo, hi, width, nd):
+    "First: scores of a row of queries q with places lo..hi of the tile k, left in p, and their maximum"
     top = splat(NEG)
     for c in range(lo//16, (hi + 15)//16):
         s = keep(dots16(q, k + 16*c*width, width, nd), lo - 16*c, hi - 16*c, NEG)
         store(p + 64*c, s)
         top = most(s, top)
+    store(state + 128, top)
+
+@inner
+def soften_tile(state, p, lo, hi):
+    "Second: scores become weights; maximum and sum are brought up to date"
     m = load_f32(state)
-    new = max(m, largest(top))
-    store_f32(state, new)
-    old, minus = splat(exp2_one(m - new)), splat(-new)
-    s = mul(load(state + 64), old)
+    new = max(m, largest(load(state + 128)))
+    old, minus = exp2_one(m - new), splat(-new)
+    s = mul(load(state + 64), splat(old))
     for c in range(lo//16, (hi + 15)//16):
         x = keep(exp2(add(load(p + 64*c), minus)), lo - 16*c, hi - 16*c, np.float32(0))
         store(p + 64*c, x)
         s = add(s, x)
     store(state + 64, s)
-    start, stop = lo//16*16, (hi + 15)//16*16
-    for i in range(0, nd - 3, 4): weigh4(state + 128 + 64*i, v + 64*i, p, start, stop, width, old)
-    for i in range(nd//4*4, nd): weigh1(state + 128 + 64*i, v + 64*i, p, start, stop, width, old)
+    store_f32(state, new)
+    store_f32(state + 4, old)                     # by this the values so far must shrink
+
+@inner
+def weigh_tile(state, v, p, lo, hi, width, nd):
+    "Third: values by weight"
+    start, stop, old = lo//16*16, (hi + 15)//16*16, splat(load_f32(state + 4))
+    for i in range(0, nd - 3, 4): weigh4(state + 192 + 64*i, v + 64*i, p, start, stop, width, old)
+    for i in range(nd//4*4, nd): weigh1(state + 192 + 64*i, v + 64*i, p, start, stop, width, old)
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #89f3f733
 @inner
 def clear(state, nd):
     "An empty state: nothing read yet"
     store_f32(state, NEG)
-    for i in range(nd + 1): store(state + 64 + 64*i, splat(np.float32(0)))
+    for i in range(nd + 2): store(state + 64 + 64*i, splat(np.float32(0)))
 
 @inner
 def merge(into, other, nd):
@@ -235,7 +245,8 @@ def merge(into, other, nd):
     new = max(m, n)
     x, y = splat(exp2_one(m - new)), splat(exp2_one(n - new))
     store_f32(into, new)
-    for i in range(64, 128 + 64*nd, 64): store(into + i, fma(load(into + i), x, mul(load(other + i), y)))
+    store(into + 64, fma(load(into + 64), x, mul(load(other + 64), y)))
+    for i in range(192, 192 + 64*nd, 64): store(into + i, fma(load(into + i), x, mul(load(other + i), y)))
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #6c1ff75a
 @op(f32, i64)
@@ -246,18 +257,22 @@ def load_i32(b, address): return b.sext(b.load(_at(b, address, I32)), I64)
 def prefetch(b, address):
     byte = ir.IntType(8).as_pointer()
     f = b.module.declare_intrinsic('llvm.prefetch', [byte], ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]))
-    b.call(f, [_at(b, address, ir.IntType(8)), I32(0), I32(3), I32(1)])
+    b.call(f, [_at(b, address, ir.IntType(8)), I32(0), I32(2), I32(1)])
 
 @inner
-def widen(dst, src, hd, nd, bf16):
-    "One row of hd numbers at src to fp32 at dst, padded with zeros to nd * 16"
+def widen_rows(dst, src, n, stride, hd, nd, bf16):
+    "n rows of hd numbers, `stride` bytes apart at src, to fp32 rows at dst, padded with zeros to nd * 16"
     if hd % 16:
-        store(dst + 64*nd - 64, splat(np.float32(0)))
-        for i in range(hd): store_f32(dst + 4*i, load_bf16_one(src + 2*i) if bf16 else load_f32(src + 4*i))
+        for r in range(n):
+            row, x = dst + 64*nd*r, src + stride*r
+            store(row + 64*nd - 64, splat(np.float32(0)))
+            for i in range(hd): store_f32(row + 4*i, load_bf16_one(x + 2*i) if bf16 else load_f32(x + 4*i))
     elif bf16:
-        for i in range(nd): store(dst + 64*i, load_bf16(src + 32*i))
+        for r in range(n):
+            for i in range(nd): store(dst + 64*(nd*r + i), load_bf16(src + stride*r + 32*i))
     else:
-        for i in range(nd): store(dst + 64*i, load(src + 64*i))
+        for r in range(n):
+            for i in range(nd): store(dst + 64*(nd*r + i), load(src + stride*r + 64*i))
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #c2aad95d
 Args = namedtuple('Args', '''q out k_cache v_cache tables context_lens starts num_q_heads num_kv_heads head_dim block_size num_blocks table_width
@@ -294,10 +309,9 @@ def read_tile(dst, cache, a, table, head, tile, lo, hi, nd):
             store_i64(a.bad, 1)
             block = 0
         src = cache + ((block*a.block_size + off)*a.num_kv_heads + head)*row
-        for p in range(p, min(p + a.block_size - off, hi)):
-            widen(dst + (p - tile)*width, src, a.head_dim, nd, a.kv_bf16)
-            src += a.num_kv_heads*row
-        p += 1
+        n = min(a.block_size - off, hi - p)
+        widen_rows(dst + (p - tile)*width, src, n, a.num_kv_heads*row, a.head_dim, nd, a.kv_bf16)
+        p += n
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #459cf3a4
 @inner
@@ -309,10 +323,10 @@ def look_ahead(cache, a, table, head, lo, hi):
         block, off = load_i32(table + 4*(p//a.block_size)), p % a.block_size
         if block < 0 or block >= a.num_blocks: return
         src = cache + ((block*a.block_size + off)*a.num_kv_heads + head)*row
-        for p in range(p, min(p + a.block_size - off, hi)):
-            for i in range(0, row, 64): prefetch(src + i)
-            src += a.num_kv_heads*row
-        p += 1
+        n = min(a.block_size - off, hi - p)
+        for r in range(n):
+            for i in range(0, row, 64): prefetch(src + r*a.num_kv_heads*row + i)
+        p += n
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #3188392e
 @inner
@@ -321,22 +335,33 @@ def read_queries(a, q, first, head, rows, nd):
     group, scale, size = a.num_q_heads//a.num_kv_heads, splat(from_bits(a.scale)), 2 if a.q_bf16 else 4
     for r in range(rows):
         row = q + 64*nd*r
-        widen(row, a.q + ((first + r//group)*a.q_stride + (head*group + r % group)*a.head_dim)*size, a.head_dim, nd, a.q_bf16)
+        widen_rows(row, a.q + ((first + r//group)*a.q_stride + (head*group + r % group)*a.head_dim)*size, 1, 0, a.head_dim, nd, a.q_bf16)
         for i in range(nd): store(row + 64*i, mul(load(row + 64*i), scale))
 
 @inner
+def visible(a, r, pos, tile, start, stop):
+    "Places of a tile that row r of a task may see, where positions start..stop have been read and the first row's token is at pos"
+    at = pos + r//(a.num_q_heads//a.num_kv_heads)
+    return max(start, at - a.window + 1) - tile, min(stop, at + 1) - tile
+
+@inner
 def visit_tile(a, room, q, states, p, table, head, tile, lo, hi, pos, rows, nd):
-    "All rows of a task over one tile of history; the first row's token is at position pos"
-    group, width, k, v = a.num_q_heads//a.num_kv_heads, 64*nd, room, room + TILE*64*nd
-    start, stop = max(tile, lo), min(tile + TILE, hi)
+    "All rows of a task over one tile of history"
+    width, k, v = 64*nd, room, room + TILE*64*nd
+    size, start, stop = 192 + width, max(tile, lo), min(tile + TILE, hi)
     read_tile(k, a.k_cache, a, table, head, tile, start, stop, nd)
     read_tile(v, a.v_cache, a, table, head, tile, start, stop, nd)
     look_ahead(a.k_cache, a, table, head, stop, min(stop + TILE, hi))
     look_ahead(a.v_cache, a, table, head, stop, min(stop + TILE, hi))
     for r in range(rows):
-        at = pos + r//group
-        begin, end = max(start, at - a.window + 1) - tile, min(stop, at + 1) - tile
-        if begin < end: add_tile(states + r*(128 + width), q + r*width, k, v, p, begin, end, width, nd)
+        begin, end = visible(a, r, pos, tile, start, stop)
+        if begin < end: score_tile(states + r*size, q + r*width, k, p + 4*TILE*r, begin, end, width, nd)
+    for r in range(rows):
+        begin, end = visible(a, r, pos, tile, start, stop)
+        if begin < end: soften_tile(states + r*size, p + 4*TILE*r, begin, end)
+    for r in range(rows):
+        begin, end = visible(a, r, pos, tile, start, stop)
+        if begin < end: weigh_tile(states + r*size, v, p + 4*TILE*r, begin, end, width, nd)
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #0d0ae645
 @op(i64, i64)
@@ -353,7 +378,7 @@ def write_row(out, state, hd, nd, bf16):
     "A finished state as a row of the output: the weighted values over the sum"
     share = splat(np.float32(1)/total(load(state + 64)))
     for i in range(nd):
-        x, left = mul(load(state + 128 + 64*i), share), hd - 16*i
+        x, left = mul(load(state + 192 + 64*i), share), hd - 16*i
         if left >= 16:
             if bf16: store_bf16(out + 32*i, x)
             else: store(out + 64*i, x)
@@ -367,7 +392,7 @@ def write_row(out, state, hd, nd, bf16):
 def attend_task(a, t, room, rows):
     "Task t: find out what it is, read the queries, visit the tiles, write or leave the result; `rows` is what `room` was made for"
     group, nd = a.num_q_heads//a.num_kv_heads, (a.head_dim + 15)//16
-    width, size = 64*nd, 128 + 64*nd
+    width, size = 64*nd, 192 + 64*nd
     q = room + 2*TILE*width
     states, totals, p = q + rows*width, q + rows*(width + size), q + rows*(width + 2*size)
     unit, head, s = t//a.num_kv_heads, t % a.num_kv_heads, 0
@@ -403,7 +428,7 @@ def work(address):
     "What each thread runs: take tasks until there are none"
     a = load_args(address)
     width, rows = (a.head_dim + 15)//16*64, a.tokens*(a.num_q_heads//a.num_kv_heads)
-    memory = np.empty(2*TILE*width + rows*(3*width + 2*128) + 4*TILE + 64, np.uint8)
+    memory = np.empty(2*TILE*width + rows*(3*width + 2*192 + 4*TILE) + 64, np.uint8)
     room = (memory.ctypes.data + 63)//64*64
     while True:
         t = take(a.next)
@@ -457,7 +482,7 @@ def _launch(q, out, k_cache, v_cache, tables, context_lens, starts, n, T, num_q_
     tokens = 1 if decode else max(8, 96//group)
     pairs = count_units(units, tables, context_lens, starts, n, T, block_size, table_width, window, decode, tokens)
     if pairs < 0: return 2
-    num_units, state = units[n], 128 + (head_dim + 15)//16*64
+    num_units, state = units[n], 192 + (head_dim + 15)//16*64
     parts = np.empty(num_units*num_q_heads*state if decode and num_units > n else 1, np.uint8)
     at = address(counters)
     store_args(address(memory), Args(q, out, k_cache, v_cache, tables, context_lens, starts, num_q_heads, num_kv_heads, head_dim, block_size, num_blocks, table_width,
@@ -498,25 +523,29 @@ def _work(address): work(address)
 Kernels = namedtuple('Kernels', 'attend scatter parallel worker lock keep')
 
 @cache
-def load_kernels(own_threads=None) -> Kernels:
-    "Compile the kernels, or load them from disk; `own_threads` forces or forbids Numba's threads"
+def load_kernels(own_threads: bool = False) -> Kernels:
+    "Compile the kernels, or load them from disk; `own_threads`: use Numba's threads even where PyTorch's can be had"
     with event.install_listener('numba:compile', _Announce()):
         worker = _cached(cfunc, _work, void(i64), error_model='numpy')
         attend = _cached(njit, _launch, i64(*[i64]*20, types.float64, *[i64]*3), error_model='numpy', nogil=True)
         scatter = _cached(njit, _scatter, i64(*[i64]*10), error_model='numpy', nogil=True)
-        parallel = None if own_threads else openmp_parallel()
-        stand_in = None if parallel else _cached(cfunc, _parallel_stand_in, void(i64, i64, types.int32, types.int32))
+        parallel, stand_in = None if own_threads else openmp_parallel(), None
+        if not parallel:
+            get_num_threads()                # starts Numba's threads: code that comes from disk does not
+            stand_in = _cached(cfunc, _parallel_stand_in, void(i64, i64, types.int32, types.int32))
     return Kernels(attend, scatter, parallel or stand_in.address, worker.address, threading.Lock() if stand_in else None, (worker, stand_in))
 
 # %% ../../nbs/10a_cpu_kernels.ipynb #6b560e60
 def _ints(x, dtype, name):
     "The address of an index tensor, after a look at its type and layout"
-    if x.dtype != dtype or not x.is_contiguous() or x.device.type != 'cpu': raise ValueError(f'{name} must be a contiguous {dtype} tensor on the cpu, got {x.dtype} on {x.device}')
+    if x.dtype != dtype or not x.is_contiguous() or not x.is_cpu: raise ValueError(f'{name} must be a contiguous {dtype} tensor on the cpu, got {x.dtype} on {x.device}')
     return x.data_ptr()
 
 def _rows(x):
     "The tensor itself if the last two dimensions of `[T, heads, hd]` are contiguous, as in a slice of a fused projection; else a copy"
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    return x if x.is_contiguous() or (x.stride(2) == 1 and x.stride(1) == x.shape[2]) else x.contiguous()
+
+LOG2E = math.log2(math.e)
 
 class CPUAttention:
     "Paged attention in compiled code, K and V in fp32 or bf16; a row's bits depend on its own query and history only"
@@ -532,9 +561,10 @@ class CPUAttention:
 @patch
 def store_kv(self: CPUAttention, k, v, k_cache, v_cache, slot_mapping):
     "Write `k` and `v` `[T, nkv, hd]` to their slots"
-    k, v = _rows(k.to(k_cache.dtype)), _rows(v.to(v_cache.dtype))
+    if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype: k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    k, v = _rows(k), _rows(v)
     size, (blocks, block_size, nkv, hd) = k.element_size(), k_cache.shape
-    if k.shape != v.shape or k.shape != (len(slot_mapping), nkv, hd): raise ValueError(f'k and v must be [{len(slot_mapping)}, {nkv}, {hd}], got {list(k.shape)} and {list(v.shape)}')
+    if not k.shape == v.shape == (len(slot_mapping), nkv, hd): raise ValueError(f'k and v must be [{len(slot_mapping)}, {nkv}, {hd}], got {list(k.shape)} and {list(v.shape)}')
     if self.kernels.scatter(k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _ints(slot_mapping, torch.int64, 'slot_mapping'),
                             len(k), k.stride(0)*size, v.stride(0)*size, nkv*hd*size, blocks*block_size):
         raise IndexError(f'slot_mapping names a slot outside the {blocks*block_size} of the pool')
@@ -542,13 +572,13 @@ def store_kv(self: CPUAttention, k, v, k_cache, v_cache, slot_mapping):
 @patch
 def _attend(self: CPUAttention, q, k_cache, v_cache, metadata, scale, window, decode):
     q, kernels, n = _rows(q), self.kernels, len(metadata.context_lens)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     blocks, block_size, nkv, hd = k_cache.shape
     if q.shape[1] % nkv or q.shape[2] != hd or q.dtype not in (torch.float32, torch.bfloat16): raise ValueError(f'q {list(q.shape)} of {q.dtype} does not fit K/V of {nkv} heads of {hd}')
     args = (q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _ints(metadata.block_tables, torch.int32, 'block_tables'),
             _ints(metadata.context_lens, torch.int32, 'context_lens'), _ints(metadata.cu_seqlens_q, torch.int32, 'cu_seqlens_q'), n, len(q), q.shape[1], nkv, hd,
             block_size, blocks, metadata.block_tables.shape[1], window or 2**40, q.stride(0), q.dtype == torch.bfloat16, k_cache.dtype == torch.bfloat16,
-            decode, scale*math.log2(math.e), kernels.parallel, kernels.worker, torch.get_num_threads())
+            decode, scale*LOG2E, kernels.parallel, kernels.worker, torch.get_num_threads())
     if kernels.lock:
         with kernels.lock: bad = kernels.attend(*args)
     else: bad = kernels.attend(*args)
