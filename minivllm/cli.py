@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['commands', 'flag_type', 'from_text', 'add_flags', 'dashes', 'read_prompts', 'as_json', 'generate_parser', 'generate',
-           'print_stream', 'needs_extra', 'serve_parser', 'serve', 'local_chat', 'remote_chat', 'converse', 'reply',
-           'typed', 'chat_parser', 'chat', 'main']
+           'print_stream', 'needs_extra', 'serve_parser', 'serve', 'local_chat', 'fields_for_server', 'remote_chat',
+           'converse', 'reply', 'typed', 'chat_parser', 'chat', 'main']
 
 # %% ../nbs/15_cli.ipynb #fc3c4dc7
 import argparse
@@ -172,14 +172,20 @@ def local_chat(llm, params):
         for d in llm.stream(llm.tokenizer.apply_chat_template(messages), params): yield d.text
     return answer
 
-def remote_chat(url, api_key, **fields):
+def fields_for_server(params):
+    "What differs from `SamplingParams`' defaults, and what a server may have other defaults for."
+    default = type(params)(temperature=1., max_tokens=16)
+    always = ('temperature', 'max_tokens')
+    return {k: v for k in default.__dataclass_fields__ if (v := getattr(params, k)) != getattr(default, k) or k in always}
+
+def remote_chat(url, api_key, fields):
     "Answers from a server."
     try: from openai import OpenAI
     except ModuleNotFoundError: needs_extra('minivllm chat --url')
     client = OpenAI(base_url=url, api_key=api_key or 'none')
     model = client.models.list().data[0].id
     def answer(messages):
-        for c in client.chat.completions.create(model=model, messages=messages, stream=True, **fields):
+        for c in client.chat.completions.create(model=model, messages=messages, stream=True, extra_body=fields):
             for choice in c.choices: yield choice.delta.content or ''
     return answer
 
@@ -245,7 +251,10 @@ def chat(
     url, key, system = (args.pop(k) for k in ('url', 'api_key', 'system'))
     engine_args = {k: args.pop(k) for k in docments(Engine) if k in args and k != 'seed'}
     params = SamplingParams(**args)
-    if url: return converse(remote_chat(url, key, temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=params.max_tokens), typed(), system)
+    if url:
+        defaults = docments(Engine, full=True)
+        if changed := [k for k,v in engine_args.items() if v != defaults[k].default]: raise ValueError(f'--{changed[0].replace("_", "-")} is for an engine of its own: leave it out with --url, the server has its own')
+        return converse(remote_chat(url, key, fields_for_server(params)), typed(), system)
     with LLM(**engine_args) as llm: converse(local_chat(llm, params), typed(), system)
 
 # %% ../nbs/15_cli.ipynb #660a5598

@@ -800,12 +800,13 @@ async def warm_up(engine:AsyncEngine):
 
 def bind(host:str, port:int)->socket.socket:
     "A bound socket, or a ValueError."
+    if not 0 <= port <= 65535: raise ValueError(f'port is {port}: it must be in [0, 65535]; 0 is a free one')
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, OverflowError) as e: raise ValueError(f'cannot use host {host!r}, port {port}: {e}; choose another --port (0: a free one)') from None
+    except OSError as e: raise ValueError(f'cannot use host {host!r}, port {port}: {e}; choose another --port (0: a free one)') from None
     return sock
 
 # %% ../nbs/12_server.ipynb #375af5d5

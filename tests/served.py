@@ -11,9 +11,9 @@ from openai import OpenAI
 
 
 class Served:
-    "`minivllm serve` in a process of its own, on a port that the system chose; ready when entered."
-    def __init__(self, model, *flags, env=None, start_timeout=120):
-        self.argv = [sys.executable, '-c', 'import sys; from minivllm.cli import main; sys.exit(main())', 'serve', str(model), '--port', '0', *map(str, flags)]
+    "`minivllm serve` in a process of its own, on a port that the system chose; ready when entered.  `patch` is code that runs in it first."
+    def __init__(self, model, *flags, env=None, patch='', start_timeout=120):
+        self.argv = [sys.executable, '-c', patch + '\nimport sys; from minivllm.cli import main; sys.exit(main())', 'serve', str(model), '--port', '0', *map(str, flags)]
         self.env, self.start_timeout, self.lines = os.environ | {'OMP_NUM_THREADS': '1'} | (env or {}), start_timeout, []
 
     def __enter__(self):
