@@ -44,7 +44,7 @@ class SamplingParams:
     n: int = 1                          # how many answers to the one prompt, 1 to 16384
     presence_penalty: float = 0.0       # [-2, 2], subtracted once from tokens already in the output
     frequency_penalty: float = 0.0      # [-2, 2], subtracted once per occurrence in the output
-    repetition_penalty: float = 1.0     # above 0; divides (or multiplies) logits of tokens in prompt and output
+    repetition_penalty: float = 1.0     # [0.001, 1000], divides (or multiplies) logits of tokens in prompt and output
     temperature: float = 1.0            # 0 or more; 0 is greedy: always the likeliest token
     top_p: float = 1.0                  # (0, 1], keep the likeliest tokens that hold this much probability
     top_k: int = 0                      # keep this many likeliest tokens; 0 or -1 keeps all
@@ -77,7 +77,7 @@ def _check_choice(self: SamplingParams):
     self.n = _integer('n', self.n, 1, 16384)
     self.presence_penalty = _number('presence_penalty', self.presence_penalty, -2, 2)
     self.frequency_penalty = _number('frequency_penalty', self.frequency_penalty, -2, 2)
-    self.repetition_penalty = _number('repetition_penalty', self.repetition_penalty, 0, low_open=True)
+    self.repetition_penalty = _number('repetition_penalty', self.repetition_penalty, .001, 1000)
     self.temperature = _number('temperature', self.temperature, 0)
     self.top_p = _number('top_p', self.top_p, 0, 1, low_open=True)
     self.top_k = _integer('top_k', self.top_k, -1)

@@ -31,7 +31,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from fastcore.basics import patch
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
@@ -97,30 +97,30 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool|None = None
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
-Ids = Annotated[list[int], Field(max_length=4096)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)]
 
 class Sampling(Body):
     "What completions and chat have in common."
-    max_tokens: int|None = Field(None, description='Output tokens at most')
+    max_tokens: int|None = Field(None, ge=0, description='Output tokens at most')
     n: int|None = Field(None, ge=1, le=128)
-    temperature: float|None = None
-    top_p: float|None = None
-    top_k: int|None = None
-    min_p: float|None = None
-    presence_penalty: float|None = None
-    frequency_penalty: float|None = None
-    repetition_penalty: float|None = None
-    seed: int|None = None
+    temperature: float|None = Field(None, ge=0)
+    top_p: float|None = Field(None, gt=0, le=1)
+    top_k: int|None = Field(None, ge=-1)
+    min_p: float|None = Field(None, ge=0, le=1)
+    presence_penalty: float|None = Field(None, ge=-2, le=2)
+    frequency_penalty: float|None = Field(None, ge=-2, le=2)
+    repetition_penalty: float|None = Field(None, ge=.001, le=1000)
+    seed: int|None = Field(None, ge=-2**63, lt=2**64)
     stop: Text|Annotated[list[Text], Field(max_length=64)]|None = None
     stop_token_ids: Ids|None = None
     ignore_eos: bool|None = None
-    min_tokens: int|None = None
+    min_tokens: int|None = Field(None, ge=0)
     prompt_logprobs: int|None = Field(None, ge=0, le=20)
     skip_special_tokens: bool|None = None
     include_stop_str_in_output: bool|None = None
-    truncate_prompt_tokens: int|None = None
+    truncate_prompt_tokens: int|None = Field(None, ge=-1)
     skip_reading_prefix_cache: bool|None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=4096)]|None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)]|None = None
     allowed_token_ids: Ids|None = None
     bad_words: Annotated[list[Text], Field(max_length=64)]|None = None
     stream: bool|None = None
@@ -596,10 +596,10 @@ def make_app(
 )->FastAPI:
     "The routes, and what becomes of errors."
     app = FastAPI(title='minivllm', version=__version__, responses={'4XX': dict(model=ErrorBody, description='What is wrong with the request'), '5XX': dict(model=ErrorBody, description='Not the fault of the request')})
-    plain = dict(response_model=None)
-    @app.post('/v1/completions', responses={200: dict(model=Completion)}, **plain)
+    plain, stream = dict(response_model=None), {'content': {'text/event-stream': {}}}
+    @app.post('/v1/completions', responses={200: dict(model=Completion, **stream)}, **plain)
     async def completions(ask: CompletionRequest): return await api.answer(ask)
-    @app.post('/v1/chat/completions', responses={200: dict(model=ChatCompletion)}, **plain)
+    @app.post('/v1/chat/completions', responses={200: dict(model=ChatCompletion, **stream)}, **plain)
     async def chat_completions(ask: ChatRequest): return await api.answer(ask)
     @app.get('/v1/models', **plain)
     async def models(): return Answer(dict(object='list', data=[as_dict(api.model_card())]))
@@ -618,11 +618,11 @@ def make_app(
     async def health():
         if not api.alive(): raise ApiError(503, 'the engine is dead: restart the server', code='engine_dead')
         return Response()
-    for path in '/health', '/ping': app.get(path, **plain)(health)
+    for path in '/health', '/ping': app.get(path, response_class=Response, **plain)(health)
     @app.get('/version', **plain)
     async def version(): return Answer(dict(version=__version__))
-    @app.get('/metrics', **plain)
-    async def metrics(): return Response(api.metrics.page(), media_type='text/plain; version=0.0.4; charset=utf-8')
+    @app.get('/metrics', response_class=PlainTextResponse, **plain)
+    async def metrics(): return PlainTextResponse(api.metrics.page(), media_type='text/plain; version=0.0.4')
     handle_errors(app)
     return app
 
