@@ -9,6 +9,7 @@ __all__ = ['CompletionOutput', 'RequestMetrics', 'RequestOutput', 'Delta', 'Requ
 # %% ../nbs/08_engine.ipynb #758ce616
 import logging
 import random
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -183,18 +184,21 @@ class Engine:
         dtype:str='auto',                 # 'auto', 'float32', 'bfloat16', 'float16'
         device:str='auto',                # 'auto', 'cpu', 'cuda'
         max_model_len:int=None,           # Longest sequence, prompt and output together; None: what the model and the pool allow
-        block_size:int=16,                # Tokens per K/V block
+        block_size:int=None,              # Tokens per K/V block; None: 16, or what the attention backend likes
         num_blocks:int=None,              # Blocks in the pool; None: as many as `kv_cache_memory` holds
         max_num_seqs:int=256,             # Most sequences running at once
         max_num_batched_tokens:int=2048,  # Token budget of one step
         enable_prefix_caching:bool=True,  # Share K/V of equal prompt beginnings
-        kv_cache_memory:int=None,         # Bytes for K/V; None: a share of what is free
+        kv_cache_memory:int=None,         # Bytes for K/V; None: on a CPU a share of what is free, on a GPU what `gpu_memory_utilization` leaves
+        gpu_memory_utilization:float=0.9, # Share of a GPU's memory that the engine may use, in all
+        enforce_eager:bool=False,         # On a GPU, start every kernel by hand instead of playing recordings
         attention_backend:str=None,       # A name from chapter 10's registry; None: the best for this machine
         policy:str='balanced',            # Scheduling policy, see chapter 06
         threads:int=None,                 # CPU threads; None: one per physical core
         seed:int=None,                    # Makes requests without a seed of their own repeatable
         **scheduler_options,              # Options of chapter 06's `Scheduler`
     ):
+        if not 0 < gpu_memory_utilization <= 1: raise ValueError(f'gpu_memory_utilization is {gpu_memory_utilization}: it must be above 0 and at most 1')
         if device == 'auto': device = 'cuda' if torch.cuda.is_available() else 'cpu'
         if threads: torch.set_num_threads(threads)
         files = resolve_model(model)
@@ -205,14 +209,37 @@ class Engine:
         self.defaults, unheard = generation_defaults(files.generation_config, files.config.vocab_size, files.config.max_position_embeddings)
         if unheard: logging.getLogger(__name__).warning('generation_config.json of %s asks for %s, which this engine does not do', self.name, ', '.join(f'{k}={v!r}' for k,v in unheard.items()))
         cfg = self.config
+        backend = get_backend(attention_backend, device, self.model.dtype, block_size)
+        block_size = block_size or getattr(backend, 'block_size', 16)
+        gpu = self.model.device.type == 'cuda'
+        if gpu and not num_blocks and not kv_cache_memory:
+            kv_cache_memory = self.gpu_kv_cache_memory(backend, block_size, max_num_batched_tokens, max_num_seqs, gpu_memory_utilization)
         num_blocks = num_blocks or pool_size(cfg, self.model.dtype, block_size, max_num_seqs, kv_cache_memory)
+        graphs = gpu and not enforce_eager and getattr(backend, 'can_be_recorded', False)
         self.max_model_len = longest_sequence(cfg.max_position_embeddings, num_blocks * block_size, max_model_len)
-        self.kv_cache = KVCache(cfg.num_hidden_layers, num_blocks, block_size, cfg.num_key_value_heads, cfg.head_dim, self.model.dtype, device)
+        self.kv_cache = KVCache(cfg.num_hidden_layers, num_blocks + graphs, block_size, cfg.num_key_value_heads, cfg.head_dim, self.model.dtype, device)
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens, self.max_model_len, policy, **scheduler_options)
-        self.runner = ModelRunner(self.model, self.kv_cache, get_backend(attention_backend, device, self.model.dtype))
+        self.runner = ModelRunner(self.model, self.kv_cache, backend)
+        if gpu: self.warm_up(max_num_batched_tokens, max_num_seqs if graphs else 0)
         self.sampler, self.grammars, self.requests, self.inbox = Sampler(), Grammars(self.tokenizer, cfg.vocab_size, self.eos_ids), {}, {}
         self.random, self._ids = random.Random(seed), count()
+
+# %% ../nbs/08_engine.ipynb #ce8f8104
+@patch
+def gpu_kv_cache_memory(self:Engine, backend, block_size, max_num_batched_tokens, max_num_seqs, utilization):
+    "Bytes that are left for K/V on a GPU, found by trying."
+    from minivllm.cuda_graphs import measure_kv_cache_bytes
+    asks_much = Sequence('largest', [0], SamplingParams(top_p=.9, top_k=8, logprobs=8))
+    return measure_kv_cache_bytes(self.model, backend, block_size, max_num_batched_tokens, max_num_seqs, utilization, lambda logits: Sampler()(logits, [asks_much]*len(logits)))
+
+@patch
+def warm_up(self:Engine, max_num_batched_tokens, max_num_recorded):
+    "Compile and record what a GPU will run, and say what it cost."
+    from minivllm.cuda_graphs import DecodeGraphs, warm_up
+    warm_up(self.runner, max_num_batched_tokens)
+    if max_num_recorded: self.runner.graphs = DecodeGraphs(self.runner, max_num_recorded, self.max_model_len)
+    print(f'minivllm: {self.kv_cache!r}, {self.runner.graphs or "no CUDA graphs"}', file=sys.stderr, flush=True)
 
 # %% ../nbs/08_engine.ipynb #c287e521
 def check_prompt_ids(
