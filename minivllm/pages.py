@@ -170,7 +170,7 @@ class Links:
         return f'[{m[0]}]({home}#{m[1].lower()})'
 
 # %% ../nbs/14a_pages.ipynb #aa199abf
-_tests = re.compile(r'(^|[:;])\s*(assert\b|test_\w+\()', re.M)
+_tests = re.compile(r'(^|[:;.])\s*(assert\w*\b|test_\w+\()', re.M)
 
 def count_words(
     text:str, # Markdown; a Chinese character counts as half a word
