@@ -4,7 +4,7 @@ __version__ = "0.0.1"
 from importlib import import_module
 
 _homes = dict(LLM='engine', Engine='engine', RequestOutput='engine', CompletionOutput='engine', Delta='engine',
-              SamplingParams='sampling', Sequence='sequence', Scheduler='scheduler', BlockManager='block_manager', Tokenizer='tokens')
+              SamplingParams='sampling', StructuredOutputsParams='sampling', Sequence='sequence', Scheduler='scheduler', BlockManager='block_manager', Tokenizer='tokens')
 __all__ = list(_homes)
 
 
