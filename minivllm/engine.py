@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['quantizations', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'Delta', 'Request', 'pool_size',
            'longest_sequence', 'eos_token_ids', 'physical_cores', 'default_threads', 'ready_model',
-           'generation_defaults', 'Engine', 'check_prompt_ids', 'new_detokenizer', 'as_list', 'LLM']
+           'generation_defaults', 'Engine', 'check_prompt_ids', 'PromptTooLong', 'new_detokenizer', 'as_list', 'LLM']
 
 # %% ../nbs/08_engine.ipynb #758ce616
 import logging
@@ -270,8 +270,9 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens, self.max_model_len, policy, **scheduler_options)
         self.runner = ModelRunner(self.model, self.kv_cache, backend)
         if gpu: self.warm_up(max_num_batched_tokens, max_num_seqs if graphs else 0)
-        self.sampler, self.grammars, self.requests, self.inbox = Sampler(), Grammars(self.tokenizer, cfg.vocab_size, self.eos_ids), {}, {}
-        self.random, self._ids = random.Random(seed), count()
+        self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, cfg.vocab_size, self.eos_ids)
+        self.requests, self.inbox, self.observers = {}, {}, []
+        self.random, self._ids, self._most_chars = random.Random(seed), count(), None
 
 # %% ../nbs/08_engine.ipynb #ce8f8104
 @patch
@@ -300,11 +301,34 @@ def check_prompt_ids(
         if not 0 <= t < vocab_size: raise ValueError(f'prompt_token_ids[{i}] is {t}: token ids of this model are 0 to {vocab_size-1}')
     return list(ids)
 
+# %% ../nbs/08_engine.ipynb #c0919cc2
+class PromptTooLong(ValueError):
+    "The prompt leaves no room for an answer."
+
+@patch(as_prop=True)
+def most_chars(self:Engine)->int:
+    "No text of more characters can fit: the longest token of the vocabulary, `max_model_len` times."
+    if self._most_chars is None: self._most_chars = self.max_model_len * max(map(len, self.tokenizer.backend.get_vocab()))
+    return self._most_chars
+
+@patch
+def encode_prompt(self:Engine,
+    text:str,
+    whole:bool=True,              # False: it will be truncated, so any length is fine
+    add_special_tokens:bool=True, # BOS and the like, where the tokenizer adds them
+)->list:
+    "Ids of a text, unless it is longer than any that fits."
+    if whole and len(text) > self.most_chars:
+        raise PromptTooLong(f'prompt has {len(text)} characters, and at most {self.most_chars} can fit: max_model_len is {self.max_model_len}; '
+                            'shorten it or set truncate_prompt_tokens')
+    return self.tokenizer.encode(text, add_special_tokens)
+
 # %% ../nbs/08_engine.ipynb #63d612cc
 @patch
 def tokenize_prompt(self:Engine,
-    prompt, # `str`, list of ids, `dict(prompt=...)` or `dict(prompt_token_ids=[...])`; a dict may carry a `cache_salt`
-)->tuple:   # `(text or None, ids, cache_salt)`
+    prompt,            # `str`, list of ids, `dict(prompt=...)` or `dict(prompt_token_ids=[...])`; a dict may carry a `cache_salt`
+    whole:bool=True,   # Will all of it be used? Then a text that cannot fit is not even read
+)->tuple:              # `(text or None, ids, cache_salt)`
     "Text and ids of one prompt in any of its forms."
     text, ids, salt = None, None, ''
     if isinstance(prompt, dict):
@@ -314,7 +338,7 @@ def tokenize_prompt(self:Engine,
     elif isinstance(prompt, str): text = prompt
     elif isinstance(prompt, (list, tuple)): ids = prompt
     if text is None and ids is None: raise ValueError(f'prompt is {prompt!r}: give a text, a list of token ids, or a dict with prompt or prompt_token_ids')
-    ids = self.tokenizer.encode(text) if ids is None else check_prompt_ids(ids, self.config.vocab_size)
+    ids = self.encode_prompt(text, whole) if ids is None else check_prompt_ids(ids, self.config.vocab_size)
     if not ids: raise ValueError('prompt is empty: give at least one token')
     return text, ids, salt
 
@@ -334,11 +358,11 @@ def check_params(self:Engine,
     params = self.default_params() if params is None else params.clone()
     params.verify(self.config.vocab_size)
     params.update_from_tokenizer(self.tokenizer)
-    most = self.max_model_len - 1
+    most = self.max_model_len - (params.max_tokens != 0)
     if params.truncate_prompt_tokens == -1: params.truncate_prompt_tokens = most
     if min(len(ids), params.truncate_prompt_tokens or len(ids)) > most:
-        raise ValueError(f'the prompt has {len(ids)} tokens, and at most {most} fit: max_model_len is {self.max_model_len}, and the answer '
-                         'needs one; shorten the prompt or set truncate_prompt_tokens')
+        raise PromptTooLong(f'the prompt has {len(ids)} tokens, and at most {most} fit: max_model_len is {self.max_model_len}, and the answer '
+                            'needs one; shorten the prompt or set truncate_prompt_tokens')
     return params
 
 # %% ../nbs/08_engine.ipynb #e7bc208f
@@ -348,31 +372,46 @@ def new_detokenizer(tokenizer, prompt_token_ids, params):
                                   params.include_stop_str_in_output, params.min_tokens)
 
 @patch
-def add_request(self:Engine,
+def make_request(self:Engine,
     prompt,                            # See `tokenize_prompt`
     params:SamplingParams|None=None,   # None: the model's own defaults
     request_id:str|None=None,          # Must be new; None: a number is given
     arrival_time:float|None=None,      # `time.monotonic()` of when the user asked; None: now
     priority:int=0,                    # Lower goes first
-)->str:                                # The request's id
-    "Check a request and queue it."
+)->Request:
+    "A checked request; the engine does not know it yet."
     if self.model is None: raise RuntimeError('the engine is closed')
+    arrival_time = time.monotonic() if arrival_time is None else arrival_time
     request_id = request_id or f'request-{next(self._ids)}'
     if request_id in self.requests: raise ValueError(f'request_id {request_id!r} is in use')
-    text, ids, salt = self.tokenize_prompt(prompt)
+    text, ids, salt = self.tokenize_prompt(prompt, not (params and params.truncate_prompt_tokens))
     params = self.check_params(params, ids)
     if params.truncate_prompt_tokens: ids = ids[-params.truncate_prompt_tokens:]
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
     seed = self.random.getrandbits(64) if params.seed is None else params.seed
-    arrival_time = time.monotonic() if arrival_time is None else arrival_time
+    skip = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
     seqs = [Sequence(f'{request_id}/{i}', ids, params, request_id=request_id, index=i, seed=child_seed(seed, i), arrival_time=arrival_time, priority=priority,
-                     stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=params.prompt_logprobs is not None) for i in range(params.n)]
+                     stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=skip) for i in range(params.n)]
     if params.structured_outputs:
         for s in seqs: s.matcher = self.grammars.matcher(params.structured_outputs, stop_ids)
-    self.scheduler.add(seqs[0])
-    self.requests[request_id] = Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
-                                        None if params.prompt_logprobs is None else [None])
-    return request_id
+    return Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
+                   None if params.prompt_logprobs is None else [None])
+
+# %% ../nbs/08_engine.ipynb #f0e75367
+@patch
+def queue_request(self:Engine,
+    request:Request, # From `make_request`
+)->str:              # Its id
+    "Let a request in."
+    if request.request_id in self.requests: raise ValueError(f'request_id {request.request_id!r} is in use')
+    self.scheduler.add(request.sequences[0])
+    self.requests[request.request_id] = request
+    return request.request_id
+
+@patch
+def add_request(self:Engine, prompt, params=None, request_id=None, arrival_time=None, priority=0)->str:
+    "Check a request and queue it; arguments as `make_request`."
+    return self.queue_request(self.make_request(prompt, params, request_id, arrival_time, priority))
 
 # %% ../nbs/08_engine.ipynb #b98aba27
 @patch
@@ -400,8 +439,9 @@ def branch(self:Engine,
     sampled:list, # Sequences that have a row of logits
 )->tuple:         # `(sequences, rows)`: who gets a token, and from which row
     "Let the siblings of a prompt that has just been read start from its blocks and its logits."
-    seqs, rows = list(sampled), list(range(len(sampled)))
-    for row,seq in enumerate(sampled):
+    rows = [i for i,s in enumerate(sampled) if s.params.max_tokens != 0]
+    seqs = [sampled[i] for i in rows]
+    for row,seq in zip(list(rows), list(seqs)):
         if seq.index or seq.num_output_tokens: continue
         for sibling in self.requests[seq.request_id].sequences[1:]:
             if self.scheduler.fork(seq, sibling):
@@ -425,9 +465,22 @@ def step(self:Engine)->list: # `Delta`s
     tokens = None
     if seqs:
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
-        tokens = self.sampler(logits[rows] if len(rows) > len(logits) else logits, seqs)
+        tokens = self.sampler(logits if rows == list(range(len(logits))) else logits[rows], seqs)
     self.scheduler.observe_step(work, time.perf_counter() - start)
-    return self.process_outputs(seqs, tokens, work.outgrown)
+    read = [s for s in work.sampled if s.params.max_tokens == 0]
+    for s in read: self.scheduler.finish(s, 'length')
+    deltas = self.process_outputs(seqs, tokens, work.outgrown + read)
+    for o in self.observers: o.step(work, seqs)
+    return deltas
+
+# %% ../nbs/08_engine.ipynb #ce8764d9
+@patch
+def leave(self:Engine,
+    request:Request,
+)->Request:
+    "Strike a request whose sequences have all ended off the list."
+    for o in self.observers: o.end(request)
+    return self.requests.pop(request.request_id)
 
 # %% ../nbs/08_engine.ipynb #20f0a930
 @patch
@@ -456,17 +509,17 @@ def append_token(self:Engine,
 def process_outputs(self:Engine,
     seqs,     # The sequences that got a token
     tokens,   # The sampler's output for them, row by row; None if there are none
-    outgrown, # Sequences that ended because nothing more fits
+    ended,    # Sequences that ended without a token: nothing more fits, or none was wanted
 )->list:      # `Delta`s
     "Write a step's tokens back, release who is finished, put the whole answer on a request's last delta."
     now, deltas = time.monotonic(), []
     if seqs: deltas = [self.append_token(s, *row, now) for s,*row in zip(seqs, tokens.token_ids, tokens.logprobs)]
-    for s in outgrown:
+    for s in ended:
         text = self.requests[s.request_id].detokenizers[s.index].flush()
         deltas.append(Delta(s.request_id, s.index, text, [], None, s.finish_reason))
     for d in reversed(deltas):               # several samples of a request may end together: its last delta is the one
         request = self.requests.get(d.request_id)
-        if request and all(s.is_finished for s in request.sequences): d.output = self.requests.pop(d.request_id).output()
+        if request and all(s.is_finished for s in request.sequences): d.output = self.leave(request).output()
     return deltas
 
 # %% ../nbs/08_engine.ipynb #2725f56d
@@ -475,10 +528,11 @@ def abort_request(self:Engine,
     request_id:str,
 )->bool: # Was there such a request?
     "Give up a request and free what it holds."
-    request = self.requests.pop(request_id, None)
+    request = self.requests.get(request_id)
     if request is None: return False
     for s in request.sequences:
         if not s.is_finished: self.scheduler.abort(s.seq_id)
+    self.leave(request)
     return True
 
 @patch

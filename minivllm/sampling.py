@@ -83,7 +83,7 @@ class SamplingParams:
     n: int = 1                          # how many answers to the one prompt, 1 to 16384
     presence_penalty: float = 0.0       # [-2, 2], subtracted once from tokens already in the output
     frequency_penalty: float = 0.0      # [-2, 2], subtracted once per occurrence in the output
-    repetition_penalty: float = 1.0     # above 0; divides (or multiplies) logits of tokens in prompt and output
+    repetition_penalty: float = 1.0     # [0.001, 1000], divides (or multiplies) logits of tokens in prompt and output
     temperature: float = 1.0            # 0 or more; 0 is greedy: always the likeliest token
     top_p: float = 1.0                  # (0, 1], keep the likeliest tokens that hold this much probability
     top_k: int = 0                      # keep this many likeliest tokens; 0 or -1 keeps all
@@ -92,13 +92,14 @@ class SamplingParams:
     stop: str | list | None = None      # string(s) that end the answer; not part of it
     stop_token_ids: list | None = None  # ids that end the answer, besides the model's own end tokens
     ignore_eos: bool = False            # go on after the model's end tokens
-    max_tokens: int | None = 16         # output tokens at most; None: as many as the context holds
+    max_tokens: int | None = 16         # output tokens at most; None: as many as the context holds; 0: only read (and score) the prompt
     min_tokens: int = 0                 # output tokens before anything may end the answer
     logprobs: int | None = None         # report this many likeliest tokens per step; -1 is all, 0 only the chosen one
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     skip_special_tokens: bool = True    # leave special tokens out of the text
     include_stop_str_in_output: bool = False # keep the stop string (or stop token's text) at the end
     truncate_prompt_tokens: int | None = None # keep only the last so many prompt tokens; -1: as many as fit
+    skip_reading_prefix_cache: bool = False # compute the whole prompt even where the prefix cache holds its beginning
     logit_bias: dict | None = None      # token id -> [-100, 100], added to its logit
     allowed_token_ids: list | None = None # nothing else may be chosen
     bad_words: list | None = None       # strings that must not appear
@@ -117,7 +118,7 @@ def _check_choice(self: SamplingParams):
     self.n = _integer('n', self.n, 1, 16384)
     self.presence_penalty = _number('presence_penalty', self.presence_penalty, -2, 2)
     self.frequency_penalty = _number('frequency_penalty', self.frequency_penalty, -2, 2)
-    self.repetition_penalty = _number('repetition_penalty', self.repetition_penalty, 0, low_open=True)
+    self.repetition_penalty = _number('repetition_penalty', self.repetition_penalty, .001, 1000)
     self.temperature = _number('temperature', self.temperature, 0)
     self.top_p = _number('top_p', self.top_p, 0, 1, low_open=True)
     self.top_k = _integer('top_k', self.top_k, -1)
@@ -128,13 +129,14 @@ def _check_choice(self: SamplingParams):
 # %% ../nbs/04_sampling.ipynb #a89800cc
 @patch
 def _check_lengths(self: SamplingParams):
-    if self.max_tokens is not None: self.max_tokens = _integer('max_tokens', self.max_tokens, 1)
+    if self.max_tokens is not None: self.max_tokens = _integer('max_tokens', self.max_tokens, 0)
+    if self.max_tokens == 0 and self.n > 1: raise ValueError(f'n must be 1 when max_tokens is 0, got {self.n}: no answer is made that could differ')
     self.min_tokens = _integer('min_tokens', self.min_tokens, 0, self.max_tokens)
     for name in ('logprobs', 'prompt_logprobs'):
         if getattr(self, name) is not None: setattr(self, name, _integer(name, getattr(self, name), -1))
     if self.truncate_prompt_tokens not in (None, -1):
         self.truncate_prompt_tokens = _integer('truncate_prompt_tokens', self.truncate_prompt_tokens, 1)
-    for name in ('ignore_eos', 'skip_special_tokens', 'include_stop_str_in_output'):
+    for name in ('ignore_eos', 'skip_special_tokens', 'include_stop_str_in_output', 'skip_reading_prefix_cache'):
         if not isinstance(getattr(self, name), bool): raise ValueError(f'{name} must be True or False, got {getattr(self, name)!r}')
 
 # %% ../nbs/04_sampling.ipynb #26316092
