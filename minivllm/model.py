@@ -208,6 +208,7 @@ class Linear(nn.Module):
         self.bias = _empty(n_out, **kw) if bias else None
 
     def forward(self, x): return F.linear(x, self.weight, self.bias)
+    def rows(self, ids): return F.embedding(ids, self.weight)       # when it is an embedding: one row of the weight per id
 
 # %% ../nbs/03_model.ipynb #d4ce3689
 class Rotary(nn.Module):
@@ -301,17 +302,12 @@ class Transformer(nn.Module):
         device='cpu',
     ):
         super().__init__()
-        kw, self.config = dict(dtype=dtype, device=device), config
+        kw, self.config, self.dtype, self.device = dict(dtype=dtype, device=device), config, dtype, torch.device(device)
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size, **kw)
         self.layers = nn.ModuleList(Block(config, **kw) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, **kw)
         self.rotary = Rotary(config.rope, config.head_dim, device)
-
-    @property
-    def dtype(self): return self.embed_tokens.weight.dtype
-    @property
-    def device(self): return self.embed_tokens.weight.device
 
 # %% ../nbs/03_model.ipynb #a8ab1417
 @patch
@@ -321,7 +317,7 @@ def forward(self:Transformer,
     attend,                 # `attend(layer, q, k, v) -> [T, nq, hd]`
 ): # hidden states `[T, H]`
     "Run all layers over `T` tokens; the caller's `attend` decides who sees whom"
-    x = F.embedding(input_ids, self.embed_tokens.weight)
+    x = self.embed_tokens.rows(input_ids)
     cos, sin = self.rotary(positions, x.dtype)
     for i, layer in enumerate(self.layers): x = layer(x, cos, sin, partial(attend, i))
     return self.norm(x)

