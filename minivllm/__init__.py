@@ -3,8 +3,8 @@ __version__ = "0.0.1"
 
 from importlib import import_module
 
-_homes = dict(LLM='engine', Engine='engine', RequestOutput='engine', CompletionOutput='engine', Delta='engine',
-              SamplingParams='sampling', Sequence='sequence', Scheduler='scheduler', BlockManager='block_manager', Tokenizer='tokens')
+_homes = dict(LLM='engine', Engine='engine', RequestOutput='engine', CompletionOutput='engine', Delta='engine', AsyncEngine='async_engine',
+              SamplingParams='sampling', StructuredOutputsParams='sampling', Sequence='sequence', Scheduler='scheduler', BlockManager='block_manager', Tokenizer='tokens')
 __all__ = list(_homes)
 
 

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['quantizations', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'Delta', 'Request', 'pool_size',
-           'longest_sequence', 'eos_token_ids', 'physical_cores', 'default_threads', 'ready_model', 'Engine',
-           'check_prompt_ids', 'new_detokenizer', 'as_list', 'LLM']
+           'longest_sequence', 'eos_token_ids', 'physical_cores', 'default_threads', 'ready_model',
+           'generation_defaults', 'Engine', 'check_prompt_ids', 'PromptTooLong', 'new_detokenizer', 'as_list', 'LLM']
 
 # %% ../nbs/08_engine.ipynb #758ce616
+import logging
 import os
 import random
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from .sampler import Sampler, prompt_logprobs
 from .sampling import SamplingParams, child_seed
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .structured import Grammars
 from .tokens import IncrementalDetokenizer, Tokenizer
 from .weights import choose_dtype, load_model, resolve_model
 
@@ -40,8 +43,8 @@ class CompletionOutput:
     token_ids: list                     # All sampled ids, a final EOS or stop token included
     cumulative_logprob: float|None=None # Sum of the sampled tokens' log-probabilities, if they were asked for
     logprobs: list|None=None            # A dict of id -> `Logprob` for each token, if they were asked for
-    finish_reason: str|None=None        # 'stop', 'length', 'abort', or None while it runs
-    stop_reason: str|int|None=None      # The stop string or stop token id that ended it; None for EOS
+    finish_reason: str|None=None        # 'stop', 'length', 'abort', 'error' (a grammar too hard to follow), or None while it runs
+    stop_reason: str|int|None=None      # The stop string or stop token id that ended it, or what the error was; None for EOS
 
 @dataclass
 class RequestMetrics:
@@ -140,7 +143,7 @@ def eos_token_ids(
 )->frozenset:
     "All ids that end a text of this model."
     ids = files.generation_config.get('eos_token_id', list(files.config.eos_token_ids))
-    return frozenset(i for i in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if i is not None)
+    return frozenset(i for i in [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id] if isinstance(i, int) and 0 <= i < files.config.vocab_size)
 
 # %% ../nbs/08_engine.ipynb #ffd8177e
 def physical_cores(
@@ -185,6 +188,40 @@ def ready_model(
     from minivllm.kernels.quantized import load_quantized, quantize
     return optimize(load_quantized(files, dtype) if quantization == 'gguf' else quantize(load_model(files, dtype), int(quantization[3:])))
 
+# %% ../nbs/08_engine.ipynb #7848a6f6
+_honored = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', repetition_penalty='repetition_penalty', max_new_tokens='max_tokens',
+                min_new_tokens='min_tokens', stop_strings='stop')
+_off = dict(num_beams=1, num_beam_groups=1, num_return_sequences=1, typical_p=1, length_penalty=1, encoder_repetition_penalty=1, guidance_scale=1)
+_no_matter = set('''bos_token_id pad_token_id decoder_start_token_id transformers_version use_cache cache_implementation cache_config return_dict_in_generate
+    output_attentions output_hidden_states output_scores output_logits renormalize_logits do_sample early_stopping low_memory compile_config disable_compile
+    prefill_chunk_size use_model_defaults trust_remote_code is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind continuous_batching_config'''.split())
+
+def _is_off(name, value, most):
+    if name == 'max_length': return value is None or value >= most
+    if name in _honored: return value is None
+    return value is None or value == _off.get(name) or not value and not name.endswith('_token_id')
+
+def generation_defaults(
+    config:dict,    # What `generation_config.json` says
+    vocab_size:int, # Ids must be below this
+    most:int,       # Longest text of the model
+)->tuple:           # `(arguments of SamplingParams, what cannot be honored)`
+    "Sort what the model's makers ask for."
+    params, left = {}, {k: v for k,v in config.items() if k not in _no_matter and not k.startswith('_') and not _is_off(k, v, most)}
+    ends = left.pop('eos_token_id', [])
+    if bad := [i for i in (ends if isinstance(ends, list) else [ends]) if not isinstance(i, int) or not 0 <= i < vocab_size]: left['eos_token_id'] = bad
+    if config.get('do_sample') is False: params['temperature'] = 0.
+    for theirs,ours in _honored.items():
+        if theirs not in left or ours in params: continue
+        wanted = params | {ours: left[theirs]}
+        try: SamplingParams(**wanted)
+        except ValueError: continue
+        params = wanted
+        del left[theirs]
+    if config.get('do_sample') is False: left.pop('temperature', None)
+    return params, left
+
 # %% ../nbs/08_engine.ipynb #551d65a2
 class Engine:
     "A model, its K/V pool, and the loop that serves requests with them."
@@ -193,12 +230,14 @@ class Engine:
         dtype:str='auto',                 # 'auto', 'float32', 'bfloat16', 'float16'
         device:str='auto',                # 'auto', 'cpu', 'cuda'
         max_model_len:int=None,           # Longest sequence, prompt and output together; None: what the model and the pool allow
-        block_size:int=16,                # Tokens per K/V block
+        block_size:int=None,              # Tokens per K/V block; None: 16, or what the attention backend likes
         num_blocks:int=None,              # Blocks in the pool; None: as many as `kv_cache_memory` holds
         max_num_seqs:int=256,             # Most sequences running at once
         max_num_batched_tokens:int=2048,  # Token budget of one step
         enable_prefix_caching:bool=True,  # Share K/V of equal prompt beginnings
-        kv_cache_memory:int=None,         # Bytes for K/V; None: a share of what is free
+        kv_cache_memory:int=None,         # Bytes for K/V; None: on a CPU a share of what is free, on a GPU what `gpu_memory_utilization` leaves
+        gpu_memory_utilization:float=0.9, # Share of a GPU's memory that the engine may use, in all
+        enforce_eager:bool=False,         # On a GPU, start every kernel by hand instead of playing recordings
         attention_backend:str=None,       # A name from chapter 10's registry; None: the best for this machine
         quantization:str=None,            # 'gguf' (weights as stored), 'int8', 'int4', 'none'; None: 'gguf' for such a file on a CPU unless a dtype is given
         policy:str='balanced',            # Scheduling policy, see chapter 06
@@ -206,6 +245,7 @@ class Engine:
         seed:int=None,                    # Makes requests without a seed of their own repeatable
         **scheduler_options,              # Options of chapter 06's `Scheduler`
     ):
+        if not 0 < gpu_memory_utilization <= 1: raise ValueError(f'gpu_memory_utilization is {gpu_memory_utilization}: it must be above 0 and at most 1')
         if device == 'auto': device = 'cuda' if torch.cuda.is_available() else 'cpu'
         self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
@@ -214,15 +254,41 @@ class Engine:
         self.tokenizer = Tokenizer.from_folder(files.tokenizer_folder)
         self.model = ready_model(files, dtype, device, attention_backend, quantization)
         self.generation_config, self.eos_ids = files.generation_config, eos_token_ids(files, self.tokenizer)
+        self.defaults, unheard = generation_defaults(files.generation_config, files.config.vocab_size, files.config.max_position_embeddings)
+        if unheard: logging.getLogger(__name__).warning('generation_config.json of %s asks for %s, which this engine does not do', self.name, ', '.join(f'{k}={v!r}' for k,v in unheard.items()))
         cfg = self.config
+        backend = get_backend(attention_backend, device, self.model.dtype, block_size)
+        block_size = block_size or getattr(backend, 'block_size', 16)
+        gpu = self.model.device.type == 'cuda'
+        if gpu and not num_blocks and not kv_cache_memory:
+            kv_cache_memory = self.gpu_kv_cache_memory(backend, block_size, max_num_batched_tokens, max_num_seqs, gpu_memory_utilization)
         num_blocks = num_blocks or pool_size(cfg, self.model.dtype, block_size, max_num_seqs, kv_cache_memory)
+        graphs = gpu and not enforce_eager and getattr(backend, 'can_be_recorded', False)
         self.max_model_len = longest_sequence(cfg.max_position_embeddings, num_blocks * block_size, max_model_len)
-        self.kv_cache = KVCache(cfg.num_hidden_layers, num_blocks, block_size, cfg.num_key_value_heads, cfg.head_dim, self.model.dtype, device)
+        self.kv_cache = KVCache(cfg.num_hidden_layers, num_blocks + graphs, block_size, cfg.num_key_value_heads, cfg.head_dim, self.model.dtype, device)
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens, self.max_model_len, policy, **scheduler_options)
-        self.runner = ModelRunner(self.model, self.kv_cache, get_backend(attention_backend, device, self.model.dtype))
-        self.sampler, self.requests, self.inbox = Sampler(), {}, {}
-        self.random, self._ids = random.Random(seed), count()
+        self.runner = ModelRunner(self.model, self.kv_cache, backend)
+        if gpu: self.warm_up(max_num_batched_tokens, max_num_seqs if graphs else 0)
+        self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, cfg.vocab_size, self.eos_ids)
+        self.requests, self.inbox, self.observers = {}, {}, []
+        self.random, self._ids, self._most_chars = random.Random(seed), count(), None
+
+# %% ../nbs/08_engine.ipynb #ce8f8104
+@patch
+def gpu_kv_cache_memory(self:Engine, backend, block_size, max_num_batched_tokens, max_num_seqs, utilization):
+    "Bytes that are left for K/V on a GPU, found by trying."
+    from minivllm.cuda_graphs import measure_kv_cache_bytes
+    asks_much = Sequence('largest', [0], SamplingParams(top_p=.9, top_k=8, logprobs=8))
+    return measure_kv_cache_bytes(self.model, backend, block_size, max_num_batched_tokens, max_num_seqs, utilization, lambda logits: Sampler()(logits, [asks_much]*len(logits)))
+
+@patch
+def warm_up(self:Engine, max_num_batched_tokens, max_num_recorded):
+    "Compile and record what a GPU will run, and say what it cost."
+    from minivllm.cuda_graphs import DecodeGraphs, warm_up
+    warm_up(self.runner, max_num_batched_tokens)
+    if max_num_recorded: self.runner.graphs = DecodeGraphs(self.runner, max_num_recorded, self.max_model_len)
+    print(f'minivllm: {self.kv_cache!r}, {self.runner.graphs or "no CUDA graphs"}', file=sys.stderr, flush=True)
 
 # %% ../nbs/08_engine.ipynb #c287e521
 def check_prompt_ids(
@@ -235,11 +301,34 @@ def check_prompt_ids(
         if not 0 <= t < vocab_size: raise ValueError(f'prompt_token_ids[{i}] is {t}: token ids of this model are 0 to {vocab_size-1}')
     return list(ids)
 
+# %% ../nbs/08_engine.ipynb #c0919cc2
+class PromptTooLong(ValueError):
+    "The prompt leaves no room for an answer."
+
+@patch(as_prop=True)
+def most_chars(self:Engine)->int:
+    "No text of more characters can fit: the longest token of the vocabulary, `max_model_len` times."
+    if self._most_chars is None: self._most_chars = self.max_model_len * max(map(len, self.tokenizer.backend.get_vocab()))
+    return self._most_chars
+
+@patch
+def encode_prompt(self:Engine,
+    text:str,
+    whole:bool=True,              # False: it will be truncated, so any length is fine
+    add_special_tokens:bool=True, # BOS and the like, where the tokenizer adds them
+)->list:
+    "Ids of a text, unless it is longer than any that fits."
+    if whole and len(text) > self.most_chars:
+        raise PromptTooLong(f'prompt has {len(text)} characters, and at most {self.most_chars} can fit: max_model_len is {self.max_model_len}; '
+                            'shorten it or set truncate_prompt_tokens')
+    return self.tokenizer.encode(text, add_special_tokens)
+
 # %% ../nbs/08_engine.ipynb #63d612cc
 @patch
 def tokenize_prompt(self:Engine,
-    prompt, # `str`, list of ids, `dict(prompt=...)` or `dict(prompt_token_ids=[...])`; a dict may carry a `cache_salt`
-)->tuple:   # `(text or None, ids, cache_salt)`
+    prompt,            # `str`, list of ids, `dict(prompt=...)` or `dict(prompt_token_ids=[...])`; a dict may carry a `cache_salt`
+    whole:bool=True,   # Will all of it be used? Then a text that cannot fit is not even read
+)->tuple:              # `(text or None, ids, cache_salt)`
     "Text and ids of one prompt in any of its forms."
     text, ids, salt = None, None, ''
     if isinstance(prompt, dict):
@@ -249,7 +338,7 @@ def tokenize_prompt(self:Engine,
     elif isinstance(prompt, str): text = prompt
     elif isinstance(prompt, (list, tuple)): ids = prompt
     if text is None and ids is None: raise ValueError(f'prompt is {prompt!r}: give a text, a list of token ids, or a dict with prompt or prompt_token_ids')
-    ids = self.tokenizer.encode(text) if ids is None else check_prompt_ids(ids, self.config.vocab_size)
+    ids = self.encode_prompt(text, whole) if ids is None else check_prompt_ids(ids, self.config.vocab_size)
     if not ids: raise ValueError('prompt is empty: give at least one token')
     return text, ids, salt
 
@@ -257,8 +346,7 @@ def tokenize_prompt(self:Engine,
 @patch
 def default_params(self:Engine)->SamplingParams:
     "Sampling parameters as the model's makers ship them."
-    names = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', repetition_penalty='repetition_penalty', max_new_tokens='max_tokens')
-    return SamplingParams(**{ours: self.generation_config[theirs] for theirs,ours in names.items() if self.generation_config.get(theirs) is not None})
+    return SamplingParams(**self.defaults)
 
 # %% ../nbs/08_engine.ipynb #c6585c00
 @patch
@@ -270,11 +358,11 @@ def check_params(self:Engine,
     params = self.default_params() if params is None else params.clone()
     params.verify(self.config.vocab_size)
     params.update_from_tokenizer(self.tokenizer)
-    most = self.max_model_len - 1
+    most = self.max_model_len - (params.max_tokens != 0)
     if params.truncate_prompt_tokens == -1: params.truncate_prompt_tokens = most
     if min(len(ids), params.truncate_prompt_tokens or len(ids)) > most:
-        raise ValueError(f'the prompt has {len(ids)} tokens, and at most {most} fit: max_model_len is {self.max_model_len}, and the answer '
-                         'needs one; shorten the prompt or set truncate_prompt_tokens')
+        raise PromptTooLong(f'the prompt has {len(ids)} tokens, and at most {most} fit: max_model_len is {self.max_model_len}, and the answer '
+                            'needs one; shorten the prompt or set truncate_prompt_tokens')
     return params
 
 # %% ../nbs/08_engine.ipynb #e7bc208f
@@ -284,29 +372,46 @@ def new_detokenizer(tokenizer, prompt_token_ids, params):
                                   params.include_stop_str_in_output, params.min_tokens)
 
 @patch
-def add_request(self:Engine,
+def make_request(self:Engine,
     prompt,                            # See `tokenize_prompt`
     params:SamplingParams|None=None,   # None: the model's own defaults
     request_id:str|None=None,          # Must be new; None: a number is given
     arrival_time:float|None=None,      # `time.monotonic()` of when the user asked; None: now
     priority:int=0,                    # Lower goes first
-)->str:                                # The request's id
-    "Check a request and queue it."
+)->Request:
+    "A checked request; the engine does not know it yet."
     if self.model is None: raise RuntimeError('the engine is closed')
+    arrival_time = time.monotonic() if arrival_time is None else arrival_time
     request_id = request_id or f'request-{next(self._ids)}'
     if request_id in self.requests: raise ValueError(f'request_id {request_id!r} is in use')
-    text, ids, salt = self.tokenize_prompt(prompt)
+    text, ids, salt = self.tokenize_prompt(prompt, not (params and params.truncate_prompt_tokens))
     params = self.check_params(params, ids)
     if params.truncate_prompt_tokens: ids = ids[-params.truncate_prompt_tokens:]
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
     seed = self.random.getrandbits(64) if params.seed is None else params.seed
-    arrival_time = time.monotonic() if arrival_time is None else arrival_time
+    skip = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
     seqs = [Sequence(f'{request_id}/{i}', ids, params, request_id=request_id, index=i, seed=child_seed(seed, i), arrival_time=arrival_time, priority=priority,
-                     stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=params.prompt_logprobs is not None) for i in range(params.n)]
-    self.scheduler.add(seqs[0])
-    self.requests[request_id] = Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
-                                        None if params.prompt_logprobs is None else [None])
-    return request_id
+                     stop_ids=stop_ids, cache_salt=salt, skip_prefix_cache=skip) for i in range(params.n)]
+    if params.structured_outputs:
+        for s in seqs: s.matcher = self.grammars.matcher(params.structured_outputs, stop_ids)
+    return Request(request_id, text, ids, params, seqs, [new_detokenizer(self.tokenizer, ids, params) for _ in seqs], [[] for _ in seqs],
+                   None if params.prompt_logprobs is None else [None])
+
+# %% ../nbs/08_engine.ipynb #f0e75367
+@patch
+def queue_request(self:Engine,
+    request:Request, # From `make_request`
+)->str:              # Its id
+    "Let a request in."
+    if request.request_id in self.requests: raise ValueError(f'request_id {request.request_id!r} is in use')
+    self.scheduler.add(request.sequences[0])
+    self.requests[request.request_id] = request
+    return request.request_id
+
+@patch
+def add_request(self:Engine, prompt, params=None, request_id=None, arrival_time=None, priority=0)->str:
+    "Check a request and queue it; arguments as `make_request`."
+    return self.queue_request(self.make_request(prompt, params, request_id, arrival_time, priority))
 
 # %% ../nbs/08_engine.ipynb #b98aba27
 @patch
@@ -334,8 +439,9 @@ def branch(self:Engine,
     sampled:list, # Sequences that have a row of logits
 )->tuple:         # `(sequences, rows)`: who gets a token, and from which row
     "Let the siblings of a prompt that has just been read start from its blocks and its logits."
-    seqs, rows = list(sampled), list(range(len(sampled)))
-    for row,seq in enumerate(sampled):
+    rows = [i for i,s in enumerate(sampled) if s.params.max_tokens != 0]
+    seqs = [sampled[i] for i in rows]
+    for row,seq in zip(list(rows), list(seqs)):
         if seq.index or seq.num_output_tokens: continue
         for sibling in self.requests[seq.request_id].sequences[1:]:
             if self.scheduler.fork(seq, sibling):
@@ -359,9 +465,22 @@ def step(self:Engine)->list: # `Delta`s
     tokens = None
     if seqs:
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
-        tokens = self.sampler(logits[rows] if len(rows) > len(logits) else logits, seqs)
+        tokens = self.sampler(logits if rows == list(range(len(logits))) else logits[rows], seqs)
     self.scheduler.observe_step(work, time.perf_counter() - start)
-    return self.process_outputs(seqs, tokens, work.outgrown)
+    read = [s for s in work.sampled if s.params.max_tokens == 0]
+    for s in read: self.scheduler.finish(s, 'length')
+    deltas = self.process_outputs(seqs, tokens, work.outgrown + read)
+    for o in self.observers: o.step(work, seqs)
+    return deltas
+
+# %% ../nbs/08_engine.ipynb #ce8764d9
+@patch
+def leave(self:Engine,
+    request:Request,
+)->Request:
+    "Strike a request whose sequences have all ended off the list."
+    for o in self.observers: o.end(request)
+    return self.requests.pop(request.request_id)
 
 # %% ../nbs/08_engine.ipynb #20f0a930
 @patch
@@ -376,6 +495,7 @@ def append_token(self:Engine,
     detok = request.detokenizers[seq.index]
     seq.append_token(token, now)
     end = seq.check_finished(self.max_model_len)
+    if seq.matcher: end = seq.matcher.advance(token, end)
     hidden = end and end[0] == 'stop' and not request.params.include_stop_str_in_output
     text = '' if hidden else detok.append(token)
     if detok.stopped is not None: end = 'stop', detok.stopped
@@ -389,17 +509,17 @@ def append_token(self:Engine,
 def process_outputs(self:Engine,
     seqs,     # The sequences that got a token
     tokens,   # The sampler's output for them, row by row; None if there are none
-    outgrown, # Sequences that ended because nothing more fits
+    ended,    # Sequences that ended without a token: nothing more fits, or none was wanted
 )->list:      # `Delta`s
     "Write a step's tokens back, release who is finished, put the whole answer on a request's last delta."
     now, deltas = time.monotonic(), []
     if seqs: deltas = [self.append_token(s, *row, now) for s,*row in zip(seqs, tokens.token_ids, tokens.logprobs)]
-    for s in outgrown:
+    for s in ended:
         text = self.requests[s.request_id].detokenizers[s.index].flush()
         deltas.append(Delta(s.request_id, s.index, text, [], None, s.finish_reason))
     for d in reversed(deltas):               # several samples of a request may end together: its last delta is the one
         request = self.requests.get(d.request_id)
-        if request and all(s.is_finished for s in request.sequences): d.output = self.requests.pop(d.request_id).output()
+        if request and all(s.is_finished for s in request.sequences): d.output = self.leave(request).output()
     return deltas
 
 # %% ../nbs/08_engine.ipynb #2725f56d
@@ -408,10 +528,11 @@ def abort_request(self:Engine,
     request_id:str,
 )->bool: # Was there such a request?
     "Give up a request and free what it holds."
-    request = self.requests.pop(request_id, None)
+    request = self.requests.get(request_id)
     if request is None: return False
     for s in request.sequences:
         if not s.is_finished: self.scheduler.abort(s.seq_id)
+    self.leave(request)
     return True
 
 @patch

@@ -7,12 +7,13 @@ __all__ = ['PrefillInputs', 'DecodeInputs', 'prepare_prefill', 'prepare_decode',
 
 # %% ../nbs/07_prefill_decode.ipynb #d873ffb5
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .attention import AttentionMetadata, build_metadata
+from .attention import AttentionMetadata, build_metadata, to_device
 
 # %% ../nbs/07_prefill_decode.ipynb #98554fc0
 @dataclass
@@ -43,9 +44,8 @@ def prepare_prefill(
     ids = [t for s,start,end in spans for t in s.token_ids[start:end]]
     positions = [p for _,start,end in spans for p in range(start, end)]
     metadata = build_metadata([s.block_table for s,_ in scheduled], [end for *_,end in spans], [n for _,n in scheduled], block_size, True, device)
-    ends = [i for i,(s,_,end) in enumerate(spans) if end == s.num_tokens]
-    return PrefillInputs(torch.tensor(ids, device=device), torch.tensor(positions, device=device), metadata,
-                         metadata.cu_seqlens_q[1:][ends].long() - 1)
+    rows = [last - 1 for last,(s,_,end) in zip(accumulate(n for _,n in scheduled), spans) if end == s.num_tokens]
+    return PrefillInputs(*(to_device(x, torch.int64, device) for x in (ids, positions)), metadata, to_device(rows, torch.int64, device))
 
 # %% ../nbs/07_prefill_decode.ipynb #c164e628
 def prepare_decode(
@@ -54,8 +54,8 @@ def prepare_decode(
     device='cpu',
 )->DecodeInputs:
     "One last token per sequence, `[n, 1]`."
-    ids = torch.tensor([[s.last_token] for s in sequences], device=device)
-    positions = torch.tensor([[s.num_tokens - 1] for s in sequences], device=device)
+    ids = to_device([[s.last_token] for s in sequences], torch.int64, device)
+    positions = to_device([[s.num_tokens - 1] for s in sequences], torch.int64, device)
     metadata = build_metadata([s.block_table for s in sequences], [s.num_tokens for s in sequences], [1]*len(sequences), block_size, False, device)
     return DecodeInputs(ids, positions, metadata)
 
@@ -68,7 +68,8 @@ class ModelRunner:
         backend,  # An attention backend, see chapter 10
     ):
         self.model, self.kv_cache, self.backend = model, kv_cache, backend
-        self.block_size, self.device = kv_cache.block_size, model.device
+        self.block_size, self.device, self.graphs = kv_cache.block_size, model.device, None
+        if hasattr(backend, 'prepare'): backend.prepare(model, self.block_size)
 
     def forward(self,
         inputs, # `PrefillInputs` or `DecodeInputs`
@@ -102,4 +103,6 @@ def run_decode(self:ModelRunner,
     sequences:list, # Running sequences
 )->Tensor:          # `[n, vocab]` float32
     "Feed every last token, append one K/V each, return the logits of the next tokens."
-    return self.model.compute_logits(self.forward(prepare_decode(sequences, self.block_size, self.device)))
+    if self.graphs and self.graphs.fit(sequences): hidden = self.graphs.decode(sequences)
+    else: hidden = self.forward(prepare_decode(sequences, self.block_size, self.device))
+    return self.model.compute_logits(hidden)

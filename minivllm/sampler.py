@@ -4,16 +4,20 @@
 
 # %% auto #0
 __all__ = ['greedy', 'largest', 'running_mass', 'Logprob', 'gather_logprobs', 'prompt_logprobs', 'banned_ids', 'mask_tokens',
-           'add_bias', 'penalize', 'to_weights', 'cut', 'top_k_floor', 'top_p_floor', 'shape', 'draw', 'SamplerOutput',
-           'Sampler']
+           'add_bias', 'penalize', 'to_weights', 'cut', 'top_k_floor', 'top_p_floor', 'shape', 'draw', 'uniforms',
+           'SamplerOutput', 'Sampler']
 
 # %% ../nbs/04a_sampler.ipynb #5874199c
 import math
 from dataclasses import dataclass
 from operator import attrgetter
+import numpy as np
 import torch
 from torch.nn.functional import pad
-from .sampling import uniform
+from .attention import to_device
+from .sampling import philox4x32, uniform
+from .structured import forbid
+
 
 # %% ../nbs/04a_sampler.ipynb #57b9d477
 def _blocks(x):
@@ -21,9 +25,9 @@ def _blocks(x):
     size = math.gcd(x.shape[1], 64)
     return x.view(len(x), x.shape[1] // size, size)
 
-def _rows(x, rows): return x.index_select(0, torch.tensor(rows, device=x.device))
+def _rows(x, rows): return x.index_select(0, to_device(rows, torch.int64, x.device))
 
-def _column(values, like, dtype=torch.float32): return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+def _column(values, like, dtype=torch.float32): return to_device(values, dtype, like.device)[:, None]
 
 def greedy(logits: torch.Tensor): # [n, V]
     "`argmax` of each row."
@@ -80,13 +84,16 @@ def prompt_logprobs(logits: torch.Tensor, # raw logits of some prompt positions 
     return gather_logprobs(logits, next_token_ids, [count] * len(next_token_ids))
 
 # %% ../nbs/04a_sampler.ipynb #b33df171
-def banned_ids(seq, vocab_size):
-    "Ids that row `seq` may not choose now, by `bad_words` and `min_tokens`."
+def banned_ids(seq,
+               row: torch.Tensor): # its logits after step 2 [V]
+    "Ids that `seq` may not choose now, by `bad_words` and `min_tokens`."
     params, output = seq.params, seq.output_token_ids
     if params.bad_words and params.bad_words_token_ids is None: raise ValueError('bad_words must be tokenized first: call params.update_from_tokenizer')
     banned = {w[-1] for w in params.bad_words_token_ids or () if len(output) >= len(w) - 1 and output[len(output) - len(w) + 1:] == w[:-1]}
     if len(output) < params.min_tokens: banned |= seq.stop_ids
-    left = len(set(params.allowed_token_ids) - banned) if params.allowed_token_ids else vocab_size - len(banned)
+    if params.allowed_token_ids: left = len(set(params.allowed_token_ids) - banned)
+    elif params.structured_outputs: left = (row > -torch.inf).sum() - (row[list(banned)] > -torch.inf).sum()
+    else: left = len(row) - len(banned)
     return banned if left else set()
 
 # %% ../nbs/04a_sampler.ipynb #f470482f
@@ -98,7 +105,9 @@ def mask_tokens(logits: torch.Tensor, # [n, V], changed in place
             kept = logits[i, allowed]
             logits[i] = -torch.inf
             logits[i, allowed] = kept
-    banned = [(i, t) for i, s in enumerate(seqs) if s.params.bad_words or s.params.min_tokens for t in banned_ids(s, logits.shape[1])]
+    matchers = {i: s.matcher for i, s in enumerate(seqs) if s.params.structured_outputs}
+    if matchers: forbid(logits, matchers)
+    banned = [(i, t) for i, s in enumerate(seqs) if s.params.bad_words or s.params.min_tokens for t in banned_ids(s, logits[i])]
     if banned: logits[tuple(map(list, zip(*banned)))] = -torch.inf
 
 # %% ../nbs/04a_sampler.ipynb #ab62af30
@@ -154,19 +163,24 @@ def top_k_floor(weights: torch.Tensor, # [m, V]
     return torch.where((k > 0) & (k < V), kth, 0.)
 
 # %% ../nbs/04a_sampler.ipynb #12d93d3b
+def _collect(best, wanted):
+    "Of weights sorted downwards: the smallest that is needed to hold `wanted`, and how many are needed"
+    above = pad(best.double().cumsum(-1)[:, :-1], (1, 0))
+    count = (above < wanted).sum(-1, keepdim=True)
+    return best.gather(1, (count - 1).clamp(min=0)), count
+
 def top_p_floor(weights: torch.Tensor, # [m, V]
                 ps: list,              # per row, 1 for all
                 width: int = 64):      # how many of the best to look at first
     "Step 10: the smallest weight that is needed to collect the share p, `[m, 1]`."
     floor, V = torch.zeros_like(weights[:, :1]), weights.shape[1]
-    rows = torch.tensor([i for i, p in enumerate(ps) if p < 1], dtype=torch.int64, device=weights.device)
     wanted = running_mass(weights)[:, -1:] * _column(ps, weights, torch.float64)
+    if weights.is_cuda or width >= V: return torch.where(_column(ps, weights, torch.float64) < 1, _collect(weights.sort(-1, descending=True).values, wanted)[0], floor)
+    rows = torch.tensor([i for i, p in enumerate(ps) if p < 1], dtype=torch.int64)
     while len(rows):
-        best = largest(weights[rows], min(width, V))[0]
-        above = pad(best.double().cumsum(-1)[:, :-1], (1, 0))
-        count = (above < wanted[rows]).sum(-1, keepdim=True)
+        smallest, count = _collect(largest(weights[rows], min(width, V))[0], wanted[rows])
         found = (count < width)[:, 0] | (width >= V)
-        floor[rows[found]] = best.gather(1, count - 1)[found]
+        floor[rows[found]] = smallest[found]
         rows, width = rows[~found], width * 8
     return floor
 
@@ -198,6 +212,15 @@ def draw(weights: torch.Tensor, # [m, V], already shaped
     share = (needle - before) / (sums.gather(1, block) - before) # where in the block, from 0 to 1
     return (block * blocks.shape[2] + _locate(inside, share * inside[:, -1:]))[:, 0]
 
+# %% ../nbs/04a_sampler.ipynb #6b8a83eb
+def uniforms(seeds: list,      # of each row
+             positions: list): # number of output tokens of each row
+    "`uniform(seed, position)` of each row, `[m]` in double precision"
+    low, half = np.uint64(2**32 - 1), np.uint64(32)
+    k, c = (np.array([x & (2**64 - 1) for x in xs], dtype=np.uint64) for xs in (seeds, positions))
+    a, b, *_ = philox4x32((c & low, c >> half, 0*c, 0*c), (k & low, k >> half))
+    return ((a >> np.uint64(5)) * np.uint64(2**26) + (b >> np.uint64(6))) / 2**53
+
 # %% ../nbs/04a_sampler.ipynb #1bdf2c0a
 @dataclass
 class SamplerOutput:
@@ -209,7 +232,7 @@ class Sampler:
     """Turns logits `[n, V]` into one token per sequence. In this order, which is vLLM's:
 
     1. Log-probabilities are taken from the raw logits, in fp32.
-    2. `allowed_token_ids`: everything else becomes -inf.
+    2. `allowed_token_ids` or `structured_outputs`: everything else becomes -inf.
     3. `bad_words`: a token that would complete one becomes -inf.
     4. `min_tokens`: until they are out, `stop_ids` become -inf (a ban that would leave nothing of 2 gives way).
     5. `logit_bias` is added.
@@ -227,12 +250,14 @@ class Sampler:
         mask_tokens(x, seqs)
         add_bias(x, seqs)
         penalize(x, seqs)
-        tokens = greedy(x)
         rows = [i for i, s in enumerate(seqs) if not s.params.is_greedy]
-        if rows: tokens[rows] = self.sample(_rows(x, rows), [seqs[i] for i in rows])
+        if len(rows) == len(seqs): tokens = self.sample(x, seqs)
+        else:
+            tokens = greedy(x)
+            if rows: tokens.index_copy_(0, to_device(rows, torch.int64, x.device), self.sample(_rows(x, rows), [seqs[i] for i in rows]))
         tokens = tokens.tolist()
         return SamplerOutput(tokens, gather_logprobs(logits, tokens, [s.params.logprobs for s in seqs]))
 
     def sample(self, logits, seqs):
         "Steps 7-11 for rows that draw."
-        return draw(shape(logits, [s.params for s in seqs]), [uniform(s.seed, s.num_output_tokens) for s in seqs])
+        return draw(shape(logits, [s.params for s in seqs]), uniforms([s.seed for s in seqs], [s.num_output_tokens for s in seqs]))

@@ -47,6 +47,7 @@ class Sequence:
         self.num_preemptions = 0
         self.block_table = []                              # physical block of each `block_size` positions
         self.block_hashes, self.num_published_blocks = [], 0 # the block manager's notes for the prefix cache
+        self.matcher = None                                # where the answer stands in a grammar (chapter 04b), if it has one
         self.status, self.finish_reason, self.stop_reason = SequenceStatus.WAITING, None, None
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.first_scheduled_time = self.first_token_time = self.finish_time = None

@@ -8,6 +8,13 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ.get('OMP_NUM_THREADS', 2)))
+if not torch.cuda.is_available(): os.environ['TRITON_INTERPRET'] = '1'    # before anybody imports triton
+
+
+def pytest_configure(config): config.addinivalue_line('markers', 'cuda: needs a GPU')
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker('cuda') and not torch.cuda.is_available(): pytest.skip('no GPU here')
 
 
 @pytest.fixture(scope='session')

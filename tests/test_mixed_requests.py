@@ -11,12 +11,12 @@ TEXTS = ['The history of computing began long before there were computers. ', 'ä
 
 @pytest.fixture(scope='module')
 def workload(greedy_hf, demo_hf):
-    "64 prompts of 1 to 96 tokens, half of them with a common beginning, each with 4 to 16 tokens to generate, and what transformers says."
+    "64 prompts of 1 to 48 tokens, half of them with a common beginning, each with 8 to 24 tokens to generate, and what transformers says."
     rng, encode = random.Random(7), lambda t: demo_hf[1](t).input_ids
-    shared, out = encode(TEXTS[0] * 6)[:40], []
+    shared, out = encode(TEXTS[0] * 6)[:24], []
     for i in range(64):
-        ids = encode(rng.choice(TEXTS) * 9)[rng.randrange(4):][:rng.randrange(1, 57)]
-        out.append((shared + ids if i % 2 else ids, rng.randrange(4, 17)))
+        ids = encode(rng.choice(TEXTS) * 9)[rng.randrange(4):][:rng.randrange(1, 25)]
+        out.append((shared + ids if i % 2 else ids, rng.randrange(8, 25)))
     return [(ids, n, greedy_hf(ids, n)) for ids, n in out]
 
 
@@ -43,7 +43,7 @@ def test_one_token_at_a_time(workload):
 
 @pytest.mark.parametrize('cache', [True, False])
 def test_preemption(workload, cache):
-    preemptions, _ = check(workload, num_blocks=16, block_size=16, max_num_seqs=32, enable_prefix_caching=cache)
+    preemptions, _ = check(workload, num_blocks=24, block_size=4, enable_prefix_caching=cache)
     assert preemptions >= 20
 
 

@@ -344,9 +344,9 @@ NAN = float('nan')
 @pytest.mark.parametrize('kw, value_range', [
     *[({k: v}, '[1, 16384]') for k, v in [('n', 0), ('n', 1.5), ('n', True), ('n', 16385)]],
     *[({k: v}, '[-2, 2]') for k in ('presence_penalty', 'frequency_penalty') for v in (2.1, -3, NAN, '1', None)],
-    *[({'repetition_penalty': v}, '(0, inf)') for v in (0, -1, NAN, INF)], *[({'temperature': v}, '[0, inf)') for v in (-.1, NAN, INF, '0', None, True)],
+    *[({'repetition_penalty': v}, '[0.001, 1000]') for v in (0, -1, 1e-300, 1001, NAN, INF)], *[({'temperature': v}, '[0, inf)') for v in (-.1, NAN, INF, '0', None, True)],
     *[({'top_p': v}, '(0, 1]') for v in (0, 1.01, -1, NAN)], *[({'top_k': v}, 'at least -1') for v in (-2, 2.5, '3')], *[({'min_p': v}, '[0, 1]') for v in (-.1, 1.1)],
-    *[({'seed': v}, 'seed must be an integer in') for v in (1.5, 2**64, -2**63 - 1, 'a')], *[({'max_tokens': v}, 'at least 1') for v in (0, -1, 2.)],
+    *[({'seed': v}, 'seed must be an integer in') for v in (1.5, 2**64, -2**63 - 1, 'a')], *[({'max_tokens': v}, 'at least 0') for v in (-1, 2.)], ({'max_tokens': 0, 'n': 2}, 'n must be 1'),
     *[({'min_tokens': v}, '[0, 16]') for v in (-1, 17)], *[({k: v}, 'at least -1') for k in ('logprobs', 'prompt_logprobs') for v in (-2, 1.5, True)],
     *[({'truncate_prompt_tokens': v}, 'at least 1') for v in (0, -2)], *[({k: 1}, 'True or False') for k in ('ignore_eos', 'skip_special_tokens', 'include_stop_str_in_output')],
     *[({k: v}, 'at least one character') for k in ('stop', 'bad_words') for v in ('', [''], ['a', ''], [3])],

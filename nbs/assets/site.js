@@ -1,0 +1,40 @@
+// Diagrams are drawn when they come near the screen, so that mermaid (2.5 MB) is loaded only by readers who reach one.
+(() => {
+  const here = new URL('.', document.currentScript.src);
+  let loading;
+  const load = () => loading ??= new Promise((ok, bad) => {
+    const s = document.createElement('script');
+    s.src = new URL('../site_libs/mermaid/mermaid.min.js', here);
+    s.onload = () => ok(window.mermaid);
+    s.onerror = bad;
+    document.head.append(s);
+  });
+  const dark = () => document.documentElement.classList.contains('quarto-dark');
+  let n = 0;
+  const draw = async (el) => {
+    const mermaid = await load();
+    mermaid.initialize({ startOnLoad: false, theme: dark() ? 'dark' : 'neutral', fontFamily: 'inherit' });
+    const { svg } = await mermaid.render(`mv-diagram-${n++}`, el.dataset.source);
+    el.innerHTML = svg;
+    el.classList.add('drawn');
+  };
+  document.addEventListener('DOMContentLoaded', () => {
+    const diagrams = [...document.querySelectorAll('pre.mermaid')];
+    for (const el of diagrams) el.dataset.source = el.textContent;
+    const seen = new IntersectionObserver((entries) => {
+      for (const e of entries) if (e.isIntersecting) { seen.unobserve(e.target); draw(e.target); }
+    }, { rootMargin: '200px' });
+    for (const el of diagrams) seen.observe(el);
+    // the theme of a diagram is in its SVG: draw again when the reader changes the page's
+    let was = dark();
+    new MutationObserver(() => {
+      if (dark() === was) return;
+      was = dark();
+      for (const el of diagrams) if (el.classList.contains('drawn')) draw(el);
+    }).observe(document.documentElement, { attributes: true, attributeFilter: ['class'] });
+  });
+  // what scrolls sideways must be reachable by keyboard
+  const reachable = () => document.querySelectorAll('main pre, main table, main .math.display').forEach((el) => { if (el.scrollWidth > el.clientWidth) el.tabIndex = 0; });
+  window.addEventListener('load', reachable);
+  window.addEventListener('resize', reachable);
+})();
