@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'UNSUPPORTED', 'Text', 'Ids', 'PARAMS', 'logger', 'GUARDED', 'ApiError', 'dumps', 'Answer', 'error_response',
-           'Body', 'StreamOptions', 'Sampling', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest', 'explain',
-           'Api', 'structured', 'field_in', 'finite', 'Offsets', 'Format', 'CompletionFormat', 'plain_reports',
-           'ChatFormat', 'as_dict', 'sse', 'EventStream', 'prepend', 'TokenizeRequest', 'DetokenizeRequest',
-           'ErrorDetail', 'ErrorBody', 'make_app', 'handle_errors', 'Gate', 'GuardedProtocol', 'Server', 'serving_line',
-           'warm_up', 'bind', 'serve', 'serve_on']
+           'Body', 'StreamOptions', 'JsonSchema', 'ResponseFormat', 'Sampling', 'CompletionRequest', 'TextPart',
+           'Message', 'ChatRequest', 'explain', 'Api', 'structured', 'field_in', 'finite', 'Offsets', 'Format',
+           'CompletionFormat', 'plain_reports', 'ChatFormat', 'as_dict', 'sse', 'cut_short', 'EventStream', 'prepend',
+           'TokenizeRequest', 'DetokenizeRequest', 'ErrorDetail', 'ErrorBody', 'make_app', 'handle_errors', 'Gate',
+           'GuardedProtocol', 'Server', 'serving_line', 'warm_up', 'bind', 'serve', 'serve_on']
 
 # %% ../nbs/12_server.ipynb #86c1a4f0
 import asyncio
@@ -49,7 +49,7 @@ from . import __version__
 from .async_engine import AsyncEngine, EngineDeadError, QueueFullError
 from .engine import PromptTooLong
 from .metrics import Metrics
-from .sampling import SamplingParams
+from .sampling import SamplingParams, StructuredOutputsParams
 
 # %% ../nbs/12_server.ipynb #a1f84ae6
 KINDS = {400: 'invalid_request_error', 401: 'authentication_error', 404: 'invalid_request_error', 405: 'invalid_request_error',
@@ -80,7 +80,7 @@ def error_response(e:ApiError)->Response: return Answer(e.body, e.status)
 # %% ../nbs/12_server.ipynb #90636a58
 UNSUPPORTED = ('suffix best_of tools tool_choice parallel_tool_calls functions function_call audio modalities prediction reasoning_effort verbosity '
                'web_search_options store metadata service_tier moderation safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention '
-               'guided_json guided_regex guided_choice guided_grammar structured_outputs use_beam_search length_penalty').split()
+               'guided_json guided_regex guided_choice guided_grammar use_beam_search length_penalty').split()
 
 class Body(BaseModel):
     "A request body: strict types, no unknown fields, null means not given."
@@ -95,6 +95,18 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra='forbid', strict=True)
     include_usage: bool|None = None
     continuous_usage_stats: bool|None = None
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra='forbid', strict=True)
+    name: str = Field(max_length=64)
+    description: str|None = None
+    of: dict = Field(alias='schema')
+    strict: bool|None = Field(None, description='The schema is always followed strictly')
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra='forbid', strict=True)
+    type: Literal['text', 'json_object', 'json_schema']
+    json_schema: JsonSchema|None = None
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4096)]
@@ -131,7 +143,8 @@ class Sampling(Body):
     request_id: str|None = Field(None, pattern=r'^[\x21-\x7e]{1,128}$', description='Becomes part of the id of the answer')
     add_special_tokens: bool|None = None
     return_token_ids: bool|None = None
-    response_format: dict|None = None
+    response_format: ResponseFormat|None = None
+    structured_outputs: dict|None = Field(None, description='json, regex, choice or grammar, as in vLLM')
 
 # %% ../nbs/12_server.ipynb #2b510d09
 PARAMS = [f.name for f in fields(SamplingParams) if f.init]
@@ -208,11 +221,17 @@ class Api:
 # %% ../nbs/12_server.ipynb #8ad2329c
 def structured(
     ask:Sampling,
-)->dict: # Arguments of `SamplingParams`
-    "What `response_format` asks of the sampler."
-    kind = (ask.response_format or {}).get('type', 'text')
-    if kind != 'text' or set(ask.response_format or {}) - {'type'}: raise ApiError(400, f"response_format {ask.response_format!r} is not supported by this server: use {{'type': 'text'}}", 'response_format')
-    return {}
+): # `StructuredOutputsParams`, or None
+    "The form that the answer must have."
+    form, given = ask.response_format, ask.structured_outputs
+    if given is not None:
+        if form is not None: raise ApiError(400, 'give response_format or structured_outputs, not both', 'structured_outputs')
+        if unknown := set(given) - {f.name for f in fields(StructuredOutputsParams)}: raise ApiError(400, f'structured_outputs has unknown keys {sorted(unknown)}', 'structured_outputs')
+        return StructuredOutputsParams(**given)
+    if form is None: return None
+    if (form.type == 'json_schema') != (form.json_schema is not None): raise ApiError(400, "json_schema goes with response_format of type 'json_schema', and only with that", 'response_format')
+    if form.type == 'json_schema': return StructuredOutputsParams(json=form.json_schema.of)
+    return StructuredOutputsParams(json_object=True) if form.type == 'json_object' else None
 
 @patch
 def params(self:Api,
@@ -220,8 +239,8 @@ def params(self:Api,
     **more,         # What is particular to the endpoint
 )->SamplingParams:
     "What the engine is asked for."
-    given = {k: v for k in PARAMS if k != 'logprobs' and (v := getattr(ask, k)) is not None}
-    return replace(self.engine.engine.default_params(), **{k: v for k,v in (given | more).items() if v is not None or k == 'max_tokens'}, **structured(ask))
+    given = {k: v for k in PARAMS if k not in ('logprobs', 'structured_outputs') and (v := getattr(ask, k, None)) is not None}
+    return replace(self.engine.engine.default_params(), **{k: v for k,v in (given | more).items() if v is not None or k == 'max_tokens'}, structured_outputs=structured(ask))
 
 @patch
 def completion_params(self:Api, ask:CompletionRequest)->SamplingParams:
@@ -232,7 +251,7 @@ def chat_params(self:Api, ask:ChatRequest)->SamplingParams:
     if ask.top_logprobs is not None and not ask.logprobs: raise ApiError(400, 'top_logprobs needs logprobs: set it to true', 'top_logprobs')
     limit = ask.max_completion_tokens if ask.max_completion_tokens is not None else ask.max_tokens
     if limit is not None and limit < 1: raise ApiError(400, f'max_completion_tokens is {limit}: it must be at least 1', 'max_tokens' if ask.max_completion_tokens is None else 'max_completion_tokens')
-    if limit is None: limit = self.engine.engine.generation_config.get('max_new_tokens')
+    if limit is None: limit = self.engine.engine.defaults.get('max_tokens')
     return self.params(ask, max_tokens=limit, logprobs=(ask.top_logprobs or 0) if ask.logprobs else None)
 
 # %% ../nbs/12_server.ipynb #8c172c5b
@@ -268,15 +287,16 @@ def engine_requests(self:Api,
         if (most := self.engine.max_queue) and len(prompts) * params.n > most: raise ApiError(400, f'{len(prompts)} prompts with n={params.n} are more answers than the queue holds, {most}: ask for fewer', 'n')
         return [self.engine.engine.make_request(p | salt, params, f'{answer_id}-{i}', arrival, ask.priority or 0) for i,p in enumerate(prompts)]
     except PromptTooLong as e: raise ApiError(400, str(e), 'messages' if chat else 'prompt', 'context_length_exceeded') from None
-    except ValueError as e: raise ApiError(400, str(e), field_in(str(e), type(ask), 'messages' if chat else 'prompt')) from None
+    except ValueError as e: raise ApiError(400, str(e), field_in(str(e), ask)) from None
 
 def field_in(
     message:str, # Of a ValueError
-    model,       # A request model
-    other:str,   # If no field is named
+    ask:Sampling,
 )->str:
-    "The field that an error message begins with."
-    return next((w for w in re.findall(r'\w+', message)[:5] if w in PARAMS and w in model.model_fields), other)
+    "The field that an error message begins with; the prompt if it names none."
+    name = next((w for w in re.findall(r'\w+', message)[:5] if w in PARAMS and w in type(ask).model_fields), None)
+    if name == 'structured_outputs' and ask.response_format: return 'response_format'
+    return name or ('messages' if isinstance(ask, ChatRequest) else 'prompt')
 
 # %% ../nbs/12_server.ipynb #0a8060f1
 @patch
@@ -475,6 +495,13 @@ async def answer(self:Api,
     if ask.stream: return EventStream(self.events(form, first, deltas))
     return await self.whole(form, first, deltas)
 
+def cut_short(
+    x, # A `Delta` or `CompletionOutput`
+):
+    "The error to report if an answer has not ended by itself."
+    if x.finish_reason == 'abort': return ApiError(503, 'the server is shutting down', code='shutting_down')
+    if x.finish_reason == 'error': return ApiError(400, str(x.stop_reason), 'structured_outputs', 'grammar_too_hard')
+
 @patch
 async def whole(self:Api, form, first, deltas):
     "The answer in one piece."
@@ -482,7 +509,9 @@ async def whole(self:Api, form, first, deltas):
         form.take(first)
         async for d in deltas: form.take(d)
     except EngineDeadError as e: raise ApiError(503, str(e), code='engine_dead') from None
-    if any(c.finish_reason == 'abort' for o in form.outputs.values() for c in o.outputs): raise ApiError(503, 'the server is shutting down', code='shutting_down')
+    for o in form.outputs.values():
+        for c in o.outputs:
+            if e := cut_short(c): raise e
     self.log(form)
     return Answer(as_dict(form.whole()))
 
@@ -519,8 +548,7 @@ async def events(self:Api,
     async with aclosing(prepend(first, deltas)) as deltas:
         try:
             async for d in deltas:
-                if d.finish_reason == 'abort': failed = ApiError(503, 'the server is shutting down', code='shutting_down')
-                if failed: break
+                if failed := cut_short(d): break
                 form.take(d)
                 k = form.index(d)
                 out = b''.join(sse(as_dict(form.chunk([c], **usage()))) for c in form.choices(d, k not in opened))
