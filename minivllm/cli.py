@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['commands', 'flag_type', 'from_text', 'add_flags', 'dashes', 'read_prompts', 'as_json', 'generate_parser',
            'file_or_text', 'form_of', 'generate', 'print_stream', 'needs_extra', 'serve_parser', 'serve', 'local_chat',
-           'fields_for_server', 'remote_chat', 'converse', 'reply', 'typed', 'chat_parser', 'chat', 'main']
+           'fields_for_server', 'remote_chat', 'converse', 'reply', 'typed', 'chat_parser', 'chat', 'bench', 'main']
 
 # %% ../nbs/15_cli.ipynb #fc3c4dc7
 import argparse
@@ -279,8 +279,18 @@ def chat(
         return converse(remote_chat(url, key, fields_for_server(params)), typed(), system)
     with LLM(**engine_args) as llm: converse(local_chat(llm, params), typed(), system)
 
+# %% ../nbs/15_cli.ipynb #35f24320
+def bench(
+    argv:list, # Command-line arguments
+):
+    "Measure: `minivllm bench peers --peer NAME=PYTHON`"
+    from minivllm.bench_peers import bench_peers
+    kinds = dict(peers=bench_peers)
+    if not argv or argv[0] not in kinds: raise ValueError(f'minivllm bench {argv[0] if argv else ""}: give one of {", ".join(kinds)}, then its options; --help lists them')
+    kinds[argv[0]](argv[1:])
+
 # %% ../nbs/15_cli.ipynb #660a5598
-commands = dict(generate=generate, chat=chat, serve=serve)
+commands = dict(generate=generate, chat=chat, serve=serve, bench=bench)
 
 def main(
     argv:list=None, # Arguments; None: those of the process

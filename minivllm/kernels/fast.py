@@ -7,7 +7,7 @@ __all__ = ['Turn', 'TURN', 'load_turn', 'store_turn', 'Layer', 'load_layer', 'na
            'load_turn_kernel', 'FastRotary', 'Turner', 'as_packed', 'FastBlock', 'load_enter', 'load_leave',
            'can_optimize', 'optimize', 'agreement']
 
-# %% ../../nbs/10c_fast_model.ipynb #68878e87
+# %% ../../nbs/10c_fast_model.ipynb #1b0f9b34
 from collections import namedtuple
 from functools import cache
 
@@ -21,7 +21,7 @@ from .linear import (GATE, NORM, PLAIN, PackedLinear, PackedNorm, RowTiles, _loa
                                      up, widen, with_threads)
 from ..model import activations, rotate
 
-# %% ../../nbs/10c_fast_model.ipynb #482278de
+# %% ../../nbs/10c_fast_model.ipynb #1cbef1d4
 Turn = namedtuple('Turn', 'data stride bf16 rows heads q_heads head_dim cos sin q_norm k_norm eps next')
 TURN = len(Turn._fields)
 load_turn, store_turn = _loader(Turn)
@@ -59,7 +59,7 @@ def turn_head(t, head, cos, sin, norm, room):
     narrow(head, a, half, t.bf16, room + 128*n)
     narrow(head + half*size, b, half, t.bf16, room + 128*n)
 
-# %% ../../nbs/10c_fast_model.ipynb #be2f2d1a
+# %% ../../nbs/10c_fast_model.ipynb #397562be
 @inner
 def turn_rows(at):
     "What each thread runs: take sixteen tokens at a time"
@@ -93,7 +93,7 @@ def _turn(data, stride, bf16, rows, heads, q_heads, head_dim, cos, sin, q_norm, 
 @cache
 def load_turn_kernel(): return with_threads(compile_kernel(_turn, 15))
 
-# %% ../../nbs/10c_fast_model.ipynb #a0330cae
+# %% ../../nbs/10c_fast_model.ipynb #fda095e7
 class FastRotary(nn.Module):
     "Cosines and sines as the kernel reads them: fp32 `[T, hd/2]`, filled up to sixteens"
     def __init__(self, rotary):
@@ -124,7 +124,7 @@ class Turner(nn.Module):
         self.turn(qkv.data_ptr(), qkv.stride(0)*qkv.element_size(), qkv.dtype == torch.bfloat16, len(qkv), self.q_heads + self.kv_heads, self.q_heads, self.head_dim,
                   cos.data_ptr(), sin.data_ptr(), *self.at, self.eps_bits, self.worker.address)
 
-# %% ../../nbs/10c_fast_model.ipynb #8682e946
+# %% ../../nbs/10c_fast_model.ipynb #3c61958c
 def as_packed(linear):
     "A `Linear` packed; one that is packed already (quantized weights, chapter 10d) as it is"
     return checked(PackedLinear.pack(linear.weight.data, linear.bias)) if not isinstance(linear, (PackedLinear, RowTiles)) else linear
@@ -148,7 +148,7 @@ class FastBlock(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self.act(gate)*up, add=x)
 
-# %% ../../nbs/10c_fast_model.ipynb #15174e1d
+# %% ../../nbs/10c_fast_model.ipynb #7a03b9a9
 Layer = namedtuple('Layer', 'qkv qkv_work o o_work gate_up gate_up_work down down_work attention_norm mlp_norm eps bf16 qkv_stride gate_up_stride '
                             'heads q_heads head_dim q_norm k_norm head_eps turn_work')
 load_layer, _ = _loader(Layer)
@@ -171,7 +171,7 @@ def load_enter(): return with_threads(compile_kernel(_enter, 9))
 @cache
 def load_leave(): return with_threads(compile_kernel(_leave, 9))
 
-# %% ../../nbs/10c_fast_model.ipynb #48839e39
+# %% ../../nbs/10c_fast_model.ipynb #8dd9d543
 @patch
 def join(self:FastBlock):
     "Make the record, if all products are packed and the activation is SiLU"
@@ -197,7 +197,7 @@ def forward(self:FastBlock, x, cos, sin, attend):
     self.leave(self.at, attended.data_ptr(), attended.stride(0)*attended.element_size(), at, stride, n, gate_up.data_ptr())
     return x
 
-# %% ../../nbs/10c_fast_model.ipynb #51302deb
+# %% ../../nbs/10c_fast_model.ipynb #1a5c5606
 def can_optimize(model):
     "Are there kernels for this model here?"
     return model.device.type == 'cpu' and model.dtype in (torch.float32, torch.bfloat16)
@@ -216,7 +216,7 @@ def optimize(
     model.norm, model.rotary = PackedNorm(model.norm.weight.data, model.norm.eps), FastRotary(model.rotary)
     return model
 
-# %% ../../nbs/10c_fast_model.ipynb #1e78c968
+# %% ../../nbs/10c_fast_model.ipynb #f9855824
 def agreement(
     plain, fast,            # two models
     ids:torch.Tensor,       # `[T]`

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['fp32_tile8', 'fp32_tile1', 'I8', 'amx_tile1', 'amx_tile2', 'amx_config', 'bf16_tile8', 'bf16_tile1', 'Weights', 'Job',
            'JOB', 'load_weights', 'load_job', 'store_job', 'PLAIN', 'NORM', 'GATE', 'CHUNK', 'run_fp32', 'run_wide',
-           'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'ROW_TILE', 'emits', 'read', 'rows_at', 'make_tile', 'pad_to',
-           'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config', 'tile_release', 'cpu_features',
+           'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'announcer', 'ROW_TILE', 'emits', 'read', 'rows_at', 'make_tile',
+           'pad_to', 'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config', 'tile_release', 'cpu_features',
            'amx_allowed', 'widen', 'silu', 'lower', 'share', 'read_row', 'finish', 'prepare_fp32', 'multiply_fp32',
            'prepare_wide', 'multiply_wide', 'prepare_amx', 'multiply_amx', 'make_run', 'up32', 'multiply', 'rows_fp32',
            'rows_bf16', 'kind_for', 'with_threads', 'sources_digest', 'stamped', 'compile_kernel', 'load_multiply',
@@ -361,6 +361,8 @@ def with_threads(f):
         with kernels.lock: return call(*args)
     return locked if kernels.lock else call
 
+announcer = _Announce()        # one for all kernels: it says its line once
+
 @cache
 def sources_digest():
     "Changes when any kernel's source does"
@@ -374,7 +376,7 @@ def stamped(f):
 
 def compile_kernel(f, num_ints):
     "A function of so many integers, compiled or loaded from disk now"
-    with event.install_listener('numba:compile', _Announce()):
+    with event.install_listener('numba:compile', announcer):
         return _cached(njit, stamped(f), void(*[i64]*num_ints), error_model='numpy', nogil=True)
 
 @cache
@@ -383,7 +385,7 @@ def load_multiply(): return with_threads(compile_kernel(_multiply, 15))
 @cache
 def load_worker(work):
     "A kind's compiled worker"
-    with event.install_listener('numba:compile', _Announce()): return _cached(cfunc, stamped(work), void(i64), error_model='numpy')
+    with event.install_listener('numba:compile', announcer): return _cached(cfunc, stamped(work), void(i64), error_model='numpy')
 
 # %% ../../nbs/10b_matrix_products.ipynb #ddd21b91
 class PackedLinear(nn.Module):
