@@ -170,7 +170,7 @@ class Links:
         return f'[{m[0]}]({home}#{m[1].lower()})'
 
 # %% ../nbs/14a_pages.ipynb #aa199abf
-_tests = re.compile(r'(^|[:;])\s*(assert\b|test_\w+\()', re.M)
+_tests = re.compile(r'(^|[:;.])\s*(assert\w*\b|test_\w+\()', re.M)
 
 def count_words(
     text:str, # Markdown; a Chinese character counts as half a word
@@ -188,8 +188,9 @@ def chapter_counts(
     text = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
     code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
     exported = [s for s in code if re.search(r'^#\|\s*export\b', s, re.M)]
+    defines = [s for s in exported if not all(isinstance(o, (ast.Import, ast.ImportFrom)) for o in ast.parse(s).body)]
     lines = [l for s in exported for l in s.splitlines() if l.strip() and not l.startswith('#|')]
-    return dict(words=sum(map(count_words, text)), lines=len(lines), exports=len(exported),
+    return dict(words=sum(map(count_words, text)), lines=len(lines), exports=len(defines),
                 tested=sum(bool(_tests.search(s)) for s in code if s not in exported))
 
 # %% ../nbs/14a_pages.ipynb #580a7bd8
