@@ -164,7 +164,7 @@ def serve_parser():
     "The flags of `minivllm serve`."
     from minivllm.async_engine import AsyncEngine
     from minivllm.engine import Engine
-    try: from minivllm.server import serve
+    try: from minivllm.serving import serve
     except ModuleNotFoundError: needs_extra('minivllm serve')
     p = argparse.ArgumentParser('minivllm serve', description='Serve a model to OpenAI clients. Every flag is also an environment variable: MINIVLLM_PORT for --port.')
     p.add_argument('model_name', nargs='?', metavar='MODEL', help='as --model')
@@ -181,7 +181,7 @@ def serve(
     args = vars(serve_parser().parse_args(dashes(argv)))
     from minivllm.async_engine import AsyncEngine
     from minivllm.engine import Engine
-    from minivllm.server import serve as run
+    from minivllm.serving import serve as run
     named = args.pop('model_name')
     if named: args['model'] = named
     engine_args = {k: args.pop(k) for k in [*docments(Engine), 'max_queue'] if k in args}
