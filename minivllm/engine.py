@@ -66,7 +66,7 @@ class RequestOutput:
     prompt_token_ids: list
     outputs: list                # `CompletionOutput`s, by index
     finished: bool
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(repr=False)
     num_cached_tokens: int=0     # Prompt tokens found in the prefix cache
     prompt_logprobs: list|None=None
 

@@ -49,10 +49,11 @@ class Paged:
         for n, t in zip(self.contexts, self.takes):
             q, k, v = self.q[a:a+t].double(), self.k[b:b+n].double(), self.v[b:b+n].double()
             k, v = (x.repeat_interleave(self.nq // self.nkv, 1) for x in (k, v))
-            ago = torch.arange(n - t, n, device=q.device)[:, None] - torch.arange(n, device=q.device)
-            seen = (ago >= 0) & (ago < (self.window or n))
-            scores = (torch.einsum('thd,shd->hts', q, k)*self.scale).masked_fill(~seen, -torch.inf)
-            out.append(torch.einsum('hts,shd->thd', scores.softmax(-1), v))
+            for i in range(0, t, 512):
+                ago = torch.arange(n - t, n, device=q.device)[i:i+512, None] - torch.arange(n, device=q.device)
+                seen = (ago >= 0) & (ago < (self.window or n))
+                scores = (torch.einsum('thd,shd->hts', q[i:i+512], k)*self.scale).masked_fill(~seen, -torch.inf)
+                out.append(torch.einsum('hts,shd->thd', scores.softmax(-1), v))
             a, b = a + t, b + n
         return torch.cat(out)
 

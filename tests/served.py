@@ -66,3 +66,8 @@ class Served:
     def memory(self):
         "Resident bytes of the server."
         with open(f'/proc/{self.process.pid}/statm') as f: return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+
+    def cpu_seconds(self):
+        "CPU time of the server so far, all threads."
+        with open(f'/proc/{self.process.pid}/stat') as f: ticks = f.read().rsplit(')', 1)[1].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf('SC_CLK_TCK')

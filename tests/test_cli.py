@@ -79,3 +79,12 @@ def test_an_unusable_model_is_one_line_that_says_what_to_do(broken, capsys):
         out, err = capsys.readouterr()
         assert words in err and err.count('\n') == 1 and not out, err
         assert any(advice in err for advice in ('give', 'download', 'add', 'pass')), err
+
+
+def test_form_of_the_answer(tmp_path):
+    import re
+    (tmp_path/'schema.json').write_text('{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"], "additionalProperties": false}')
+    assert set(json.loads(run('generate', 'JSON:', '--json-schema', str(tmp_path/'schema.json')).stdout)) == {'n'}
+    assert re.fullmatch('[0-9]{3}-[a-z]+', run('generate', 'Code:', '--regex', '[0-9]{3}-[a-z]{1,5}').stdout.strip())
+    r = run('generate', 'hi', '--regex', '(')
+    assert r.returncode == 2 and 'structured_outputs.regex cannot be compiled' in r.stderr and r.stderr.count('\n') == 1

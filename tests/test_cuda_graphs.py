@@ -1,11 +1,12 @@
 "Recorded decode passes: buckets, buffers, padding, with a stand-in for a graph where there is no GPU; how memory is shared out."
 import random
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, cuda_graphs
 from minivllm.cuda_graphs import CudaGraph, DecodeBuffers, DecodeGraphs, bucket, graph_sizes, kv_cache_bytes
 from minivllm.kv_cache import KVCache
 from minivllm.model_runner import prepare_decode
@@ -97,6 +98,19 @@ def test_memory(total, utilization, data):
 def test_utilization_is_checked(tiny):
     for bad in (0, 1.5):
         with pytest.raises(ValueError, match='gpu_memory_utilization'): LLM(str(tiny), gpu_memory_utilization=bad)
+
+
+def test_measuring_and_warming_up(tiny, monkeypatch, capfd):
+    "The engine's start on a GPU, with made-up answers of the GPU: the largest step runs, the pool is what is left, recordings are made and announced"
+    llm = LLM(str(tiny), dtype='float32', device='cpu', attention_backend='torch', block_size=4, num_blocks=33, max_num_seqs=6)
+    pool, MiB = 2*2*16*4*2*16*4, 2**20                     # K/V of the 64 tokens that are tried
+    answers = dict(reset_peak_memory_stats=None, synchronize=None, empty_cache=None, max_memory_allocated=30*MiB + pool, mem_get_info=(50*MiB, 100*MiB), memory_reserved=40*MiB)
+    for name, value in answers.items(): monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert llm.gpu_kv_cache_memory(llm.runner.backend, 4, 64, 5, .9) == (90 - 10 - 30)*MiB
+    with pytest.raises(ValueError, match='leaves nothing for K/V'): llm.gpu_kv_cache_memory(llm.runner.backend, 4, 64, 5, .4)
+    monkeypatch.setattr(cuda_graphs, 'DecodeGraphs', partial(DecodeGraphs, record=Rerun))
+    llm.warm_up(64, 6)
+    assert llm.runner.graphs.sizes == [1, 2, 4, 6] and '4 recordings for 1 to 6 rows' in capfd.readouterr().err
 
 
 @pytest.mark.cuda

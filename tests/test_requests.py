@@ -280,3 +280,108 @@ def test_SC20_streaming_a_prompt_of_several_chunks(tiny):
     llm = engine(tiny, max_num_batched_tokens=8)
     deltas = list(llm.stream(prompt(30), greedily(6)))
     assert [len(d.token_ids) for d in deltas] == [1] * 6
+
+
+# --- refused, and the engine lives on (ids out of range: tests/test_engine.py)
+
+def test_TX11_empty_stop(tiny):
+    for stop in ('', ['a', '']):
+        with pytest.raises(ValueError, match='stop must hold strings'): SamplingParams(stop=stop)
+        p = SamplingParams()
+        p.stop = stop                                                                   # changed after it was checked: the engine checks again
+        with pytest.raises(ValueError, match='stop must hold strings'): engine(tiny).generate([prompt(4)], p, use_tqdm=False)
+
+
+# --- the prompt, cut
+
+@pytest.mark.parametrize('cache', [True, False])
+def test_truncate_prompt_tokens(tiny, cache):
+    llm = engine(tiny, max_model_len=32, enable_prefix_caching=cache)
+    for length, keep, kept in [(20, 5, 5), (20, 20, 20), (3, 5, 3), (60, 9, 9), (60, -1, 31), (8, -1, 8)]:
+        n = min(8, 32 - kept)
+        [out] = llm.generate([prompt(length)], greedily(n, truncate_prompt_tokens=keep, prompt_logprobs=0), use_tqdm=False)
+        assert out.prompt_token_ids == prompt(length)[-kept:] and len(out.prompt_logprobs) == kept
+        assert out.outputs[0].token_ids == greedy(llm.model, prompt(length)[-kept:], n)
+    with pytest.raises(ValueError, match='at most 31 fit'): llm.generate([prompt(60)], greedily(truncate_prompt_tokens=40), use_tqdm=False)
+    drained(llm)
+
+
+# --- text, as it streams
+
+def saying(tiny, monkeypatch, text, after=(), **kw):
+    "Deltas and answer of a model that says `text` and then 5 for ever."
+    ids = engine(tiny).tokenizer.encode(text)
+    llm = eos_engine(tiny, monkeypatch, ids)
+    deltas = list(llm.stream(list(after) or prompt(4), greedily(**dict(n=len(ids)) | kw)))
+    assert ''.join(d.text for d in deltas) == deltas[-1].output.outputs[0].text
+    assert sum(len(d.token_ids) for d in deltas) == len(deltas[-1].output.outputs[0].token_ids)
+    return deltas, deltas[-1].output.outputs[0]
+
+
+def test_TX1_prompt_ends_inside_a_character(tiny, monkeypatch):
+    llm = engine(tiny)
+    byte = {llm.tokenizer.token_bytes(i): i for i in range(4, 260)}
+    a, b, c = (byte[bytes([x])] for x in '从'.encode())
+    deltas, o = saying(tiny, monkeypatch, 'x', after=[*llm.tokenizer.encode('Once'), a, b])
+    assert 'Once' not in o.text and '\ufffd' not in o.text and o.text == 'x'
+    llm = eos_engine(tiny, monkeypatch, [c, byte[b'y']])
+    [out] = llm.generate([[*llm.tokenizer.encode('Once'), a, b]], greedily(2), use_tqdm=False)
+    assert out.outputs[0].text == '从y'
+
+
+def test_TX3_cut_inside_a_character(tiny, monkeypatch):
+    _, o = saying(tiny, monkeypatch, 'ab🙂', n=4)                                       # 2 letters and 2 of 4 bytes
+    assert (o.text, o.finish_reason, len(o.token_ids)) == ('ab\ufffd', 'length', 4)
+
+
+def test_TX4_every_character_once_and_whole(tiny, monkeypatch):
+    text = 'é从🙂👨‍👩‍👧 naïve Ω'
+    deltas, o = saying(tiny, monkeypatch, text)
+    assert o.text == text and not any('\ufffd' in d.text for d in deltas)
+
+
+def test_TX6_ascii_comes_at_once(tiny, monkeypatch):
+    deltas, _ = saying(tiny, monkeypatch, 'Plain words, one by one.')
+    assert all(d.text for d in deltas)
+
+
+def test_TX9_holds_back_only_what_may_become_a_stop(tiny, monkeypatch):
+    deltas, o = saying(tiny, monkeypatch, 'Z1Z2Z', stop=['Z' * 40, '1' * 30 + 'x', '<end of text>'])
+    assert o.text == 'Z1Z2Z' and [d.text for d in deltas] == ['', 'Z', '1', 'Z2', 'Z']
+
+
+# --- what the model's makers ask for
+
+def with_generation_config(tiny, tmp_path, **config):
+    import json
+    import shutil
+    folder = shutil.copytree(tiny, tmp_path/'model', dirs_exist_ok=True)
+    (folder/'generation_config.json').write_text(json.dumps(config))
+    return folder
+
+
+def test_generation_defaults_are_honored(tiny, tmp_path, caplog):
+    llm = engine(with_generation_config(tiny, tmp_path, eos_token_id=[2, 7], do_sample=True, temperature=.5, top_k=3, top_p=.9, min_p=.05, repetition_penalty=1.3, max_new_tokens=11,
+                                        min_new_tokens=2, stop_strings='END', num_beams=1, transformers_version='5.0.0', pad_token_id=3, typical_p=1.0, max_length=512))
+    assert llm.default_params() == SamplingParams(temperature=.5, top_k=3, top_p=.9, min_p=.05, repetition_penalty=1.3, max_tokens=11, min_tokens=2, stop=['END'])
+    assert llm.eos_ids == {2, 7} and not caplog.records
+    ours = llm.generate([prompt(5)], use_tqdm=False)[0].outputs[0]
+    assert 2 <= len(ours.token_ids) <= 11
+    assert answers(llm, [prompt(6)], greedily()) == [[greedy(llm.model, prompt(6), 8)]]  # who brings parameters gets those, not a mixture
+
+
+def test_generation_defaults_without_sampling_are_greedy(tiny, tmp_path):
+    llm = engine(with_generation_config(tiny, tmp_path, eos_token_id=2, do_sample=False, temperature=.7, max_new_tokens=8))
+    assert llm.default_params() == SamplingParams(temperature=0, max_tokens=8)
+
+
+def test_other_generation_defaults_are_reported_once(tiny, tmp_path, caplog):
+    llm = engine(with_generation_config(tiny, tmp_path, eos_token_id=[2, -1, 300], num_beams=4, suppress_tokens=[1, 2], forced_bos_token_id=0, bad_words_ids=[[5]], top_p=7, max_length=20,
+                                        no_repeat_ngram_size=0, use_cache=True))
+    [record] = caplog.records
+    said = record.getMessage()
+    assert '\n' not in said and all(w in said for w in ('num_beams=4', 'suppress_tokens=[1, 2]', 'forced_bos_token_id=0', 'bad_words_ids=[[5]]', 'top_p=7', 'max_length=20', 'eos_token_id=[-1, 300]'))
+    assert 'use_cache' not in said and 'no_repeat' not in said
+    assert llm.eos_ids == {2} and llm.default_params() == SamplingParams()
+    llm.generate([prompt(5)], SamplingParams(min_tokens=3, max_tokens=5), use_tqdm=False)
+    assert len(caplog.records) == 1

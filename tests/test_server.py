@@ -215,6 +215,19 @@ def test_vllm_extras(server, llm):
     assert post(user='somebody', priority=-1, top_k=-1, min_p=0.).status_code == 200
 
 
+def test_answers_of_a_given_form(server, client):
+    schema = dict(type='object', properties=dict(a=dict(type='integer', minimum=0, maximum=9), b=dict(enum=['x', 'y'])), required=['a', 'b'], additionalProperties=False)
+    form = dict(type='json_schema', json_schema=dict(name='pair', schema=schema, strict=True))
+    for stream in False, True:
+        r = client.chat.completions.create(model='tiny', messages=HI, max_tokens=200, response_format=form, stream=stream, seed=1)
+        text = ''.join(c.choices[0].delta.content or '' for c in r) if stream else r.choices[0].message.content
+        assert set(json.loads(text)) == {'a', 'b'}, text
+    c = server.post('/v1/completions', dict(prompt='the cat', max_tokens=50, n=2, structured_outputs=dict(choice=['yes', 'no']))).json()['choices']
+    assert all(x['text'] in ('yes', 'no') and x['finish_reason'] == 'stop' for x in c)
+    assert server.post('/v1/completions', dict(prompt='the cat', max_tokens=50, structured_outputs=dict(regex='[0-9]{4}'))).json()['choices'][0]['text'].isdigit()
+    assert ask(client, True, response_format=dict(type='text')).usage.completion_tokens == 8
+
+
 def test_parts_and_messages_sent_back(client, llm):
     parts = [dict(role='user', content=[dict(type='text', text='the quick'), dict(type='text', text='brown fox')])]
     first = client.chat.completions.create(model='tiny', messages=parts, max_tokens=4, temperature=0)
@@ -239,7 +252,7 @@ BAD = [  # endpoint, body, status, param, code
     ('completions', dict(prompt='a', logit_bias={'x': 1}), 400, 'logit_bias', None), ('completions', dict(prompt='a', logit_bias={'1': 101}), 400, 'logit_bias', None), ('completions', dict(prompt='a', logit_bias={'99999': 1}), 400, 'logit_bias', None),
     ('completions', dict(prompt='a', best_of=2), 400, 'best_of', None), ('completions', dict(prompt='a', suffix='x'), 400, 'suffix', None), ('completions', dict(prompt='a', tempreature=1), 400, 'tempreature', None),
     ('completions', dict(prompt='a', stream_options=dict(include_usage=True)), 400, 'stream_options', None), ('completions', dict(prompt='a', stream=True, stream_options=dict(x=1)), 400, 'stream_options', None),
-    ('completions', dict(prompt='a', stream=True, prompt_logprobs=1), 400, 'prompt_logprobs', None), ('completions', dict(prompt='a', response_format=dict(type='json_object')), 400, 'response_format', None),
+    ('completions', dict(prompt='a', stream=True, prompt_logprobs=1), 400, 'prompt_logprobs', None), ('completions', dict(prompt='a', response_format=dict(type='xml')), 400, 'response_format', None), ('completions', dict(prompt='a', response_format=dict(type='json_schema')), 400, 'response_format', None), ('completions', dict(prompt='a', response_format=dict(type='json_schema', json_schema=dict(name='x', schema=dict(type='nonsense')))), 400, 'response_format', None), ('completions', dict(prompt='a', structured_outputs=dict(regex='(')), 400, 'structured_outputs', None), ('completions', dict(prompt='a', structured_outputs=dict(regexp='a')), 400, 'structured_outputs', None), ('completions', dict(prompt='a', structured_outputs={}), 400, 'structured_outputs', None),
     ('completions', dict(prompt='a', stream=True, temperature=-1), 400, 'temperature', None), ('completions', dict(prompt='\ud800'), 400, 'prompt', None), ('completions', dict(prompt='a', priority=2**80), 400, 'priority', None),
     ('completions', dict(prompt='a', allowed_token_ids=[]), 400, 'allowed_token_ids', None), ('completions', dict(prompt='a', bad_words=['']), 400, 'bad_words', None), ('completions', dict(prompt=['a'] * 2000), 400, 'n', None),
     ('chat/completions', {}, 400, 'messages', None), ('chat/completions', dict(messages={}), 400, 'messages', None), ('chat/completions', dict(messages=[]), 400, 'messages', None), ('chat/completions', dict(messages=[dict(role='x', content='a')]), 400, 'messages', None),

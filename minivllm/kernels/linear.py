@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['fp32_tile8', 'fp32_tile1', 'I8', 'amx_tile1', 'amx_tile2', 'amx_config', 'bf16_tile8', 'bf16_tile1', 'Weights', 'Job',
            'JOB', 'load_weights', 'load_job', 'store_job', 'PLAIN', 'NORM', 'GATE', 'CHUNK', 'run_fp32', 'run_wide',
-           'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'ROW_TILE', 'emits', 'read', 'rows_at', 'make_tile', 'pad_to',
-           'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config', 'tile_release', 'cpu_features',
+           'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'announcer', 'ROW_TILE', 'emits', 'read', 'rows_at', 'make_tile',
+           'pad_to', 'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config', 'tile_release', 'cpu_features',
            'amx_allowed', 'widen', 'silu', 'lower', 'share', 'read_row', 'finish', 'prepare_fp32', 'multiply_fp32',
-           'prepare_wide', 'multiply_wide', 'prepare_amx', 'multiply_amx', 'make_run', 'up32', 'rows_fp32', 'rows_bf16',
-           'kind_for', 'with_threads', 'load_launcher', 'load_worker', 'PackedLinear', 'PackedNorm', 'load_normalizer',
-           'RowTiles', 'is_sound', 'checked']
+           'prepare_wide', 'multiply_wide', 'prepare_amx', 'multiply_amx', 'make_run', 'up32', 'multiply', 'rows_fp32',
+           'rows_bf16', 'kind_for', 'with_threads', 'sources_digest', 'stamped', 'compile_kernel', 'load_multiply',
+           'load_worker', 'PackedLinear', 'PackedNorm', 'load_normalizer', 'RowTiles', 'is_sound', 'checked']
 
-# %% ../../nbs/10b_matrix_products.ipynb #cdd9b324
-import ctypes, math, platform, sys
+# %% ../../nbs/10b_matrix_products.ipynb #897f8f2a
+import ctypes, hashlib, math, platform, sys
 from collections import namedtuple
 from functools import cache
+from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -28,12 +29,13 @@ from fastcore.basics import patch
 from numba.extending import intrinsic
 from torch import nn
 
+import minivllm.kernels.cpu
 from .cpu import (F32, I16S, I32, I32S, I64, VEC, _all, _Announce, _at, _cached, _call, _spread, add, address, call_parallel, call_work, copy, exp2,
                                   f32, fma, from_bits, i64, inner, lanes, load, load_kernels, mul, splat, store, store_bf16,
-                                  take, to_bits, total, void, widen_rows)
+                                  take, total, void, widen_rows)
 from ..model import Linear
 
-# %% ../../nbs/10b_matrix_products.ipynb #5b17fce6
+# %% ../../nbs/10b_matrix_products.ipynb #98395116
 def emits(result, *params):
     "Decorator: as chapter 10a's `op`, for any number of parameters"
     def wrap(emit):
@@ -51,7 +53,7 @@ def rows_at(b, first, stride, n):
     for _ in range(1, n): at.append(b.add(at[-1], stride))
     return at
 
-# %% ../../nbs/10b_matrix_products.ipynb #4a60ed9c
+# %% ../../nbs/10b_matrix_products.ipynb #8809436c
 def make_tile(rows, weights):
     "An op: `rows` rows of fp32 inputs times one tile of weights; sums go to `out`, 128 bytes per row"
     @emits(void, i64, i64, i64, i64, i64)
@@ -74,7 +76,7 @@ def _fp32_weights(b, w, step):
 
 fp32_tile8, fp32_tile1 = make_tile(8, _fp32_weights), make_tile(1, _fp32_weights)
 
-# %% ../../nbs/10b_matrix_products.ipynb #c5a69b97
+# %% ../../nbs/10b_matrix_products.ipynb #0b62379a
 def pad_to(t, *sizes):
     "Zeros at the end of each dimension of `t`, up to `sizes`"
     return F.pad(t, [n for have, want in zip(reversed(t.shape), reversed(sizes)) for n in (0, want - have)])
@@ -88,7 +90,7 @@ def pack_fp32(
     n, k = weight.shape
     return pad_to(weight, up(n, 32), k).view(-1, 32, k).transpose(1, 2).contiguous()
 
-# %% ../../nbs/10b_matrix_products.ipynb #88316d94
+# %% ../../nbs/10b_matrix_products.ipynb #37e0aea3
 def pack_bf16(
     weight:torch.Tensor, # `[N, K]`, bfloat16
 ): # `[N/32, K/32, 2, 16, 16, 2]`
@@ -96,7 +98,7 @@ def pack_bf16(
     n, k = weight.shape
     return pad_to(weight, up(n, 32), up(k, 32)).view(-1, 2, 16, up(k, 32)//32, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-# %% ../../nbs/10b_matrix_products.ipynb #eda30f9d
+# %% ../../nbs/10b_matrix_products.ipynb #e8239a6d
 I8 = ir.IntType(8)
 _BYTE = I8.as_pointer()
 
@@ -121,7 +123,7 @@ def make_amx_tile(groups):
 
 amx_tile1, amx_tile2 = make_amx_tile(1), make_amx_tile(2)
 
-# %% ../../nbs/10b_matrix_products.ipynb #c1dfced2
+# %% ../../nbs/10b_matrix_products.ipynb #111dde60
 @emits(void, i64)
 def tile_config(b, config): _amx(b, 'ldtilecfg', _at(b, config, I8))
 @emits(void)
@@ -139,7 +141,7 @@ def amx_allowed(
     if sys.platform != 'linux' or platform.machine() != 'x86_64' or not {'amx-tile', 'amx-bf16'} <= cpu_features(): return False
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0               # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 
-# %% ../../nbs/10b_matrix_products.ipynb #a7fade47
+# %% ../../nbs/10b_matrix_products.ipynb #3d00ab0b
 def _bf16_weights(b, w, step):
     block, pair = b.lshr(step, I64(4)), b.and_(step, I64(15))
     at = b.add(w, b.add(b.mul(block, I64(2048)), b.mul(pair, I64(64))))
@@ -148,7 +150,7 @@ def _bf16_weights(b, w, step):
 
 bf16_tile8, bf16_tile1 = make_tile(8, _bf16_weights), make_tile(1, _bf16_weights)
 
-# %% ../../nbs/10b_matrix_products.ipynb #4c9b0bf1
+# %% ../../nbs/10b_matrix_products.ipynb #eebadd05
 Weights = namedtuple('Weights', 'data tile_bytes tiles inputs blocks outputs bias row_bytes config')
 Job = namedtuple('Job', 'weights x x_stride x_bf16 rows before norm eps out out_stride out_bf16 add chunk chunks parts next')
 JOB = len(Job._fields)
@@ -165,7 +167,7 @@ def _loader(record):
 load_weights, _ = _loader(Weights)
 load_job, store_job = _loader(Job)
 
-# %% ../../nbs/10b_matrix_products.ipynb #ea1a2b6f
+# %% ../../nbs/10b_matrix_products.ipynb #51cbf917
 PLAIN, NORM, GATE = 0, 1, 2        # what happens to a row before the product
 
 @inner
@@ -200,7 +202,7 @@ def read_row(j, inputs, r, dst, other):
         widen(other, src + inputs*(2 if j.x_bf16 else 4), inputs, n, j.x_bf16)
         for i in range(n): store(dst + 64*i, mul(silu(load(dst + 64*i)), load(other + 64*i)))
 
-# %% ../../nbs/10b_matrix_products.ipynb #6ca076cc
+# %% ../../nbs/10b_matrix_products.ipynb #3d5409f9
 @inner
 def finish(j, w, sums, first, rows, tile):
     "Write the sums of `rows` rows from row `first` on, one tile wide; `sums` has 256 spare bytes before it"
@@ -223,7 +225,7 @@ def finish(j, w, sums, first, rows, tile):
                 else: store(spare, x)
                 copy(j.out + place, spare, left*size)
 
-# %% ../../nbs/10b_matrix_products.ipynb #2c6742ae
+# %% ../../nbs/10b_matrix_products.ipynb #9ee0a7e2
 @inner
 def prepare_fp32(j, w, r, dst, spare): read_row(j, w.inputs, r, dst, spare)
 
@@ -239,7 +241,7 @@ def multiply_fp32(j, w, x, rows, sums, first, lo, hi):
             fp32_tile1(data, x + r*w.row_bytes, w.row_bytes, w.inputs, sums)
             finish(j, w, sums, first + r, 1, tile)
 
-# %% ../../nbs/10b_matrix_products.ipynb #de51b001
+# %% ../../nbs/10b_matrix_products.ipynb #fd2e3f57
 @inner
 def prepare_wide(j, w, r, dst, spare):
     "fp32, with zeros up to a whole block of 32"
@@ -258,7 +260,7 @@ def multiply_wide(j, w, x, rows, sums, first, lo, hi):
             bf16_tile1(data, x + r*w.row_bytes, w.row_bytes, w.blocks*16, sums)
             finish(j, w, sums, first + r, 1, tile)
 
-# %% ../../nbs/10b_matrix_products.ipynb #0c4df0bd
+# %% ../../nbs/10b_matrix_products.ipynb #d0741f17
 @inner
 def prepare_amx(j, w, r, dst, spare):
     row = spare + w.blocks*128
@@ -277,12 +279,11 @@ def multiply_amx(j, w, x, rows, sums, first, lo, hi):
             finish(j, w, sums, first + r, min(32, rows - r), tile)
     tile_release()
 
-# %% ../../nbs/10b_matrix_products.ipynb #b34abf20
+# %% ../../nbs/10b_matrix_products.ipynb #71949865
 CHUNK = 256
 
-def make_run(prepare, multiply):
+def make_run(name, prepare, multiply):
     "What each thread runs for a kind of weights"
-    @inner
     def run(at):
         j = load_job(at)
         w, have = load_weights(j.weights), -1
@@ -302,27 +303,32 @@ def make_run(prepare, multiply):
                 have = chunk
             multiply(j, w, x, n, sums, first, part*per_part, min(w.tiles, part*per_part + per_part))
         rows[0] = 0                   # Numba frees an array after its last use; this is it
-    return run
+    run.__name__ = run.__qualname__ = f'run_{name}'
+    return inner(run)
 
 @inner
 def up32(n): return (n + 31)//32*32
 
-# %% ../../nbs/10b_matrix_products.ipynb #782ab7f1
-def _launch(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, threads, parallel, worker):
+# %% ../../nbs/10b_matrix_products.ipynb #8430cbcc
+@inner
+def multiply(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, threads, parallel, worker):
+    "Make a job and do it, with as many threads as it is worth"
     w, job = load_weights(weights), np.empty(JOB + 1, np.int64)
     job[JOB] = 0
     chunk = min(rows, CHUNK)
     chunks = (rows + chunk - 1)//chunk
-    small = rows*w.inputs*w.outputs < 100_000
-    if small: threads = 1
+    if rows*w.inputs*w.outputs < 100_000: threads = 1
     parts = 1 if threads == 1 or chunks >= 4*threads else min(w.tiles, (4*threads + chunks - 1)//chunks)
     at = address(job)
-    store_job(at, Job(weights, x, x_stride, x_bf16, rows, before, norm, to_bits(np.float32(eps)), out, out_stride, out_bf16, add, chunk, chunks, parts, at + 8*JOB))
+    store_job(at, Job(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, chunk, chunks, parts, at + 8*JOB))
     if threads > 1: call_parallel(parallel, worker, at, min(threads, chunks*parts))
     else: call_work(worker, at)
     job[0] = 0
 
-run_fp32, run_wide, run_amx = make_run(prepare_fp32, multiply_fp32), make_run(prepare_wide, multiply_wide), make_run(prepare_amx, multiply_amx)
+def _multiply(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, worker, threads, parallel):
+    multiply(weights, x, x_stride, x_bf16, rows, before, norm, eps, out, out_stride, out_bf16, add, threads, parallel, worker)
+
+run_fp32, run_wide, run_amx = make_run('fp32', prepare_fp32, multiply_fp32), make_run('wide', prepare_wide, multiply_wide), make_run('amx', prepare_amx, multiply_amx)
 
 def _work_fp32(at): run_fp32(at)
 def _work_wide(at): run_wide(at)
@@ -330,7 +336,7 @@ def _work_amx(at): run_amx(at)
 
 Kind = namedtuple('Kind', 'name work dtype pack unpack row_bytes')        # row_bytes(inputs): bytes of one prepared row
 
-# %% ../../nbs/10b_matrix_products.ipynb #213fde0e
+# %% ../../nbs/10b_matrix_products.ipynb #72905fb3
 def rows_fp32(packed, ids): return packed[ids//32, :, ids % 32]
 def rows_bf16(packed, ids): return packed[ids//32, :, ids//16 % 2, :, ids % 16].flatten(1)
 
@@ -346,27 +352,42 @@ def kind_for(
     if dtype == torch.bfloat16: return amx if amx_allowed() else wide
     raise ValueError(f'packed weights are float32 or bfloat16, not {dtype}')
 
-# %% ../../nbs/10b_matrix_products.ipynb #3e4b6ad0
+# %% ../../nbs/10b_matrix_products.ipynb #4151096c
 def with_threads(f):
     "`f`, told how many threads there are and how to start them; one call at a time where the threads are Numba's own"
     kernels = load_kernels()
-    def call(*args, worker):
-        if not kernels.lock: return f(*args, torch.get_num_threads(), kernels.parallel, worker.address)
-        with kernels.lock: return f(*args, torch.get_num_threads(), kernels.parallel, worker.address)
-    return call
+    def call(*args): return f(*args, torch.get_num_threads(), kernels.parallel)
+    def locked(*args):
+        with kernels.lock: return call(*args)
+    return locked if kernels.lock else call
+
+announcer = _Announce()        # one for all kernels: it says its line once
 
 @cache
-def load_launcher():
-    "`_launch`, compiled or loaded now"
-    with event.install_listener('numba:compile', _Announce()):
-        return with_threads(_cached(njit, _launch, void(*[i64]*7, types.float64, *[i64]*7), error_model='numpy', nogil=True))
+def sources_digest():
+    "Changes when any kernel's source does"
+    files = sorted(Path(minivllm.kernels.cpu.__file__).parent.glob('*.py'))
+    return hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()[:12]
+
+def stamped(f):
+    "`f` by a name that holds the digest"
+    f.__name__ = f.__qualname__ = f'{f.__name__}_{sources_digest()}'
+    return f
+
+def compile_kernel(f, num_ints):
+    "A function of so many integers, compiled or loaded from disk now"
+    with event.install_listener('numba:compile', announcer):
+        return _cached(njit, stamped(f), void(*[i64]*num_ints), error_model='numpy', nogil=True)
+
+@cache
+def load_multiply(): return with_threads(compile_kernel(_multiply, 15))
 
 @cache
 def load_worker(work):
     "A kind's compiled worker"
-    with event.install_listener('numba:compile', _Announce()): return _cached(cfunc, work, void(i64), error_model='numpy')
+    with event.install_listener('numba:compile', announcer): return _cached(cfunc, stamped(work), void(i64), error_model='numpy')
 
-# %% ../../nbs/10b_matrix_products.ipynb #4818e68e
+# %% ../../nbs/10b_matrix_products.ipynb #ddd21b91
 class PackedLinear(nn.Module):
     "`x [T, n_in] -> [T, n_out]`; a row's bits depend on that row only"
     def __init__(self,
@@ -379,7 +400,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed, self.kind, self.n_in, self.n_out = packed, kind, n_in, n_out
         self.bias = None if bias is None else pad_to(bias.float(), up(n_out, 32)).contiguous()
-        self.launch, self.worker = load_launcher(), load_worker(kind.work)
+        self.multiply, self.worker = load_multiply(), load_worker(kind.work)
+        self.work = self.worker.address
         data = Weights(packed.data_ptr(), packed[0].nbytes, len(packed), n_in, -(-n_in//32), n_out, 0 if bias is None else self.bias.data_ptr(),
                        kind.row_bytes(n_in), amx_config.ctypes.data)
         self.record = np.array(data, dtype=np.int64)
@@ -393,23 +415,24 @@ class PackedLinear(nn.Module):
     def rows(self, ids): return self.kind.unpack(self.packed, ids)[:, :self.n_in]
     def extra_repr(self): return f'{self.n_in}, {self.n_out}, {self.kind.name}, bias={self.bias is not None}'
 
-# %% ../../nbs/10b_matrix_products.ipynb #2f3c06a6
+# %% ../../nbs/10b_matrix_products.ipynb #2e12d608
 class PackedNorm(nn.Module):
     "RMSNorm, as a layer of its own or as the `norm` of a `PackedLinear`"
     def __init__(self, weight, eps):
         super().__init__()
         self.size, self.eps, self.normalize = len(weight), eps, load_normalizer()
+        self.eps_bits = int(np.float32(eps).view(np.int32))
         self.weight = pad_to(weight.float(), up(len(weight), 16)).contiguous()
         self.at = self.weight.data_ptr()
 
     def forward(self, x):
         "fp32 `[T, size]`"
         x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.float32)
-        self.normalize(x.data_ptr(), x.dtype == torch.bfloat16, len(x), self.size, self.at, self.eps, out.data_ptr())
+        self.normalize(x.data_ptr(), x.dtype == torch.bfloat16, len(x), self.size, self.at, self.eps_bits, out.data_ptr())
         return out
 
 def _normalize(x, x_bf16, rows, size, norm, eps, out):
-    j = Job(0, x, size*(2 if x_bf16 else 4), x_bf16, rows, NORM, norm, to_bits(np.float32(eps)), 0, 0, 0, 0, 0, 0, 0, 0)
+    j = Job(0, x, size*(2 if x_bf16 else 4), x_bf16, rows, NORM, norm, eps, 0, 0, 0, 0, 0, 0, 0, 0)
     room = np.empty((size + 15)//16*64 + 64, np.uint8)
     row = (room.ctypes.data + 63)//64*64
     for r in range(rows):
@@ -418,11 +441,9 @@ def _normalize(x, x_bf16, rows, size, norm, eps, out):
     room[0] = 0
 
 @cache
-def load_normalizer():
-    with event.install_listener('numba:compile', _Announce()):
-        return _cached(njit, _normalize, void(*[i64]*5, types.float64, i64), error_model='numpy', nogil=True)
+def load_normalizer(): return compile_kernel(_normalize, 7)
 
-# %% ../../nbs/10b_matrix_products.ipynb #362ed794
+# %% ../../nbs/10b_matrix_products.ipynb #16991bae
 @patch
 def forward(self:PackedLinear,
     x:torch.Tensor,             # `[T, n_in]`, fp32 or bf16; with `gate` `[T, 2*n_in]`
@@ -435,12 +456,12 @@ def forward(self:PackedLinear,
     if x.shape[1] != self.n_in*(1 + gate): raise ValueError(f'x must be [T, {self.n_in*(1 + gate)}], got {list(x.shape)}')
     if x.stride(1) != 1: x = x.contiguous()
     out = torch.empty(len(x), self.n_out, dtype=dtype or x.dtype) if add is None else add
-    self.launch(self.record_at, x.data_ptr(), x.stride(0)*x.element_size(), x.dtype == torch.bfloat16, len(x), NORM if norm else GATE if gate else PLAIN,
-                norm.at if norm else 0, norm.eps if norm else 0., out.data_ptr(), out.stride(0)*out.element_size(), out.dtype == torch.bfloat16,
-                0 if add is None else add.data_ptr(), worker=self.worker)
+    self.multiply(self.record_at, x.data_ptr(), x.stride(0)*x.element_size(), x.dtype == torch.bfloat16, len(x), NORM if norm else GATE if gate else PLAIN,
+                norm.at if norm else 0, norm.eps_bits if norm else 0, out.data_ptr(), out.stride(0)*out.element_size(), out.dtype == torch.bfloat16,
+                0 if add is None else add.data_ptr(), self.work)
     return out
 
-# %% ../../nbs/10b_matrix_products.ipynb #32d0e750
+# %% ../../nbs/10b_matrix_products.ipynb #4d999691
 ROW_TILE = 16
 
 class RowTiles(nn.Module):
@@ -459,7 +480,7 @@ class RowTiles(nn.Module):
         y = torch.cat([F.linear(t, self.weight, self.bias) for t in y.split(ROW_TILE)])[:len(x)]
         return y.to(dtype or x.dtype) if add is None else add.add_(y)
 
-# %% ../../nbs/10b_matrix_products.ipynb #e3de0d41
+# %% ../../nbs/10b_matrix_products.ipynb #12945dc5
 def is_sound(
     layer:PackedLinear,
 ): # bool

@@ -9,7 +9,7 @@ __all__ = ['BLOCK', 'ROW_BLOCK', 'q4_tile12', 'q4_tile4', 'q4_tile1', 'q8_tile12
            'pack_blocks', 'rows_q8', 'rows_q4', 'quantize_8', 'quantize_4', 'quantized_linear', 'linears', 'put',
            'tensor_names', 'Without', 'load_quantized', 'quantize']
 
-# %% ../../nbs/10d_quantized.ipynb #50173793
+# %% ../../nbs/10d_quantized.ipynb #4c78ea32
 import numpy as np
 import torch
 from llvmlite import ir
@@ -20,7 +20,7 @@ from .linear import I8, Kind, PackedLinear, checked, cpu_features, emits, finish
 from ..model import Linear, Transformer
 from ..weights import choose_dtype, dequantize, fill, open_weights
 
-# %% ../../nbs/10d_quantized.ipynb #154be932
+# %% ../../nbs/10d_quantized.ipynb #8e9d365d
 BLOCK, ROW_BLOCK = 32, 48        # weights in a block; bytes of a prepared block of inputs
 
 @op(void, i64, lanes)
@@ -52,7 +52,7 @@ def prepare_quantized(j, w, r, dst, spare):
     read_row(j, w.inputs, r, row, spare)
     for i in range(w.blocks): quantize_block(dst + ROW_BLOCK*i, row + 128*i)
 
-# %% ../../nbs/10d_quantized.ipynb #a707d50f
+# %% ../../nbs/10d_quantized.ipynb #00635b6d
 def _vnni(b, total, w, x, bits):
     typ = ir.VectorType(I32, bits//32)
     name = f'llvm.x86.avx512.vpdpbusd.{bits}'
@@ -75,7 +75,7 @@ def dot_emitter():
     if 'avxvnni' in has: return lambda b, *v: _vnni(b, *v, 256)
     return _portable
 
-# %% ../../nbs/10d_quantized.ipynb #a35c9695
+# %% ../../nbs/10d_quantized.ipynb #0a94378b
 def make_quantized_tile(rows, bits, dot=dot_emitter()):
     "An op: `rows` prepared rows times 16 outputs of packed weights; sums go to `out`, 128 bytes per row"
     numbers = BLOCK*16*bits//8
@@ -104,7 +104,7 @@ def make_quantized_tile(rows, bits, dot=dot_emitter()):
 q4_tile12, q4_tile4, q4_tile1 = (make_quantized_tile(n, 4) for n in (12, 4, 1))
 q8_tile12, q8_tile4, q8_tile1 = (make_quantized_tile(n, 8) for n in (12, 4, 1))
 
-# %% ../../nbs/10d_quantized.ipynb #f71ccf84
+# %% ../../nbs/10d_quantized.ipynb #1402d347
 @inner
 def multiply_q4(j, w, x, rows, sums, first, lo, hi):
     for tile in range(lo, hi):
@@ -143,11 +143,11 @@ def multiply_q8(j, w, x, rows, sums, first, lo, hi):
             finish(j, w, sums, first + r, n, tile)
             r += n
 
-run_q4, run_q8 = make_run(prepare_quantized, multiply_q4), make_run(prepare_quantized, multiply_q8)
+run_q4, run_q8 = make_run('q4', prepare_quantized, multiply_q4), make_run('q8', prepare_quantized, multiply_q8)
 def _work_q4(at): run_q4(at)
 def _work_q8(at): run_q8(at)
 
-# %% ../../nbs/10d_quantized.ipynb #671f0578
+# %% ../../nbs/10d_quantized.ipynb #aeba9823
 def split_blocks(
     raw:torch.Tensor, # uint8 `[N, bytes per row]`
     kind:str,         # 'Q4_0', 'Q4_1' or 'Q8_0'
@@ -171,7 +171,7 @@ def pack_blocks(
     numbers = pad_to(numbers, rows, blocks, size).view(-1, 2, 16, blocks, size//4, 4).permute(0, 1, 3, 4, 2, 5).flatten(3)
     return torch.cat([numbers, *(lanes_last(t) for t in (scales, minima) if t is not None)], -1)
 
-# %% ../../nbs/10d_quantized.ipynb #dd6b02f6
+# %% ../../nbs/10d_quantized.ipynb #a67c35ff
 def _some_rows(packed, ids, size):
     "Numbers and 16-bit floats of some outputs"
     blocks, lane, here = packed[ids//32, ids//16 % 2], ids % 16, torch.arange(len(ids))
@@ -205,7 +205,7 @@ def quantize_4(weight):
 q8 = Kind('8-bit blocks', _work_q8, None, lambda w: pack_blocks(*quantize_8(w)), rows_q8, lambda n: n//BLOCK*ROW_BLOCK)
 q4 = Kind('4-bit blocks', _work_q4, None, lambda w: pack_blocks(*quantize_4(w)), rows_q4, lambda n: n//BLOCK*ROW_BLOCK)
 
-# %% ../../nbs/10d_quantized.ipynb #69e3c9ba
+# %% ../../nbs/10d_quantized.ipynb #ce9b80ce
 kept = {'Q4_0': q4, 'Q4_1': q4, 'Q8_0': q8}      # GGUF types that stay as they are
 
 def quantized_linear(
@@ -221,7 +221,7 @@ def quantized_linear(
     else: packed, kind = q8.pack(torch.cat([dequantize(raw, k).float() for raw, k in parts])), q8
     return checked(PackedLinear(packed, kind, n_in, sum(len(raw) for raw, _ in parts), bias))
 
-# %% ../../nbs/10d_quantized.ipynb #0e810d2d
+# %% ../../nbs/10d_quantized.ipynb #6c51b616
 _fused = {'qkv_proj': ('q_proj', 'k_proj', 'v_proj'), 'gate_up_proj': ('gate_proj', 'up_proj')}
 
 def linears(model):
@@ -247,7 +247,7 @@ class Without:
     def read_into(self, name, slot):
         if name not in self.names: self.source.read_into(name, slot)
 
-# %% ../../nbs/10d_quantized.ipynb #46d70ba7
+# %% ../../nbs/10d_quantized.ipynb #2dbf04cf
 @torch.inference_mode()
 def load_quantized(
     files,        # `ModelFiles` of a GGUF file
