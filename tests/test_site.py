@@ -303,3 +303,13 @@ def test_book_is_light_and_explained(capsys):
     for f in notebooks:
         n = chapter_counts(f)
         assert n['tested'] * 2 >= n['exports'], f'{f.name}: {n["tested"]} tested cells for {n["exports"]} exported ones'
+
+
+def test_glossary_terms_are_in_their_chapters():
+    "Each term of the glossary stands in the chapter it points to, with its Chinese name."
+    rows = re.findall(r'^\| ([^|]+) \| ([^|]+) \| [^|]+ \| \[\w+\]\(([^)]+)\) \|$', '\n'.join(''.join(c['source']) for c in json.loads((root/'nbs/glossary.ipynb').read_text(encoding='utf-8'))['cells']), re.M)
+    assert len(rows) > 40
+    for term, chinese, file in rows:
+        text = '\n'.join(''.join(c['source']) for c in json.loads((root/'nbs'/file).read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'markdown')
+        assert f'{chinese} ({term.split(",")[0]})' in text, f'{file} does not name {term}, {chinese}'
+    assert {'预填充', '解码', '调度器', '键值缓存', '块表', '首 token 延迟'} <= {chinese for _, chinese, _ in rows}
