@@ -12,8 +12,8 @@
   const dark = () => document.documentElement.classList.contains('quarto-dark');
   let n = 0;
   const draw = async (el) => {
-    const mermaid = await load();
-    mermaid.initialize({ startOnLoad: false, theme: dark() ? 'dark' : 'neutral', fontFamily: 'inherit' });
+    const [mermaid] = await Promise.all([load(), document.fonts.ready]);     // text is measured: in the font it will have
+    mermaid.initialize({ startOnLoad: false, theme: dark() ? 'dark' : 'neutral', fontFamily: getComputedStyle(document.body).fontFamily });
     const { svg } = await mermaid.render(`mv-diagram-${n++}`, el.dataset.source);
     el.innerHTML = svg;
     el.classList.add('drawn');
@@ -34,7 +34,7 @@
     }).observe(document.documentElement, { attributes: true, attributeFilter: ['class'] });
   });
   // what scrolls sideways must be reachable by keyboard
-  const reachable = () => document.querySelectorAll('main pre, main table, main .math.display').forEach((el) => { if (el.scrollWidth > el.clientWidth) el.tabIndex = 0; });
+  const reachable = () => document.querySelectorAll('main pre, main table, main .sd-table, main .math.display').forEach((el) => { if (el.scrollWidth > el.clientWidth) el.tabIndex = 0; });
   window.addEventListener('load', reachable);
   window.addEventListener('resize', reachable);
 })();
