@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['fp32_tile8', 'fp32_tile1', 'I8', 'amx_tile1', 'amx_tile2', 'amx_config', 'bf16_tile8', 'bf16_tile1', 'Weights', 'Job',
-           'JOB', 'load_weights', 'load_job', 'store_job', 'PLAIN', 'NORM', 'GATE', 'CHUNK', 'run_fp32', 'run_wide',
-           'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'announcer', 'ROW_TILE', 'emits', 'read', 'rows_at', 'make_tile',
-           'pad_to', 'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config', 'tile_release', 'cpu_features',
-           'amx_allowed', 'widen', 'silu', 'lower', 'share', 'read_row', 'finish', 'prepare_fp32', 'multiply_fp32',
-           'prepare_wide', 'multiply_wide', 'prepare_amx', 'multiply_amx', 'make_run', 'up32', 'multiply', 'rows_fp32',
-           'rows_bf16', 'kind_for', 'with_threads', 'sources_digest', 'stamped', 'compile_kernel', 'load_multiply',
-           'load_worker', 'PackedLinear', 'PackedNorm', 'load_normalizer', 'RowTiles', 'is_sound', 'checked']
+           'JOB', 'load_weights', 'load_job', 'store_job', 'PLAIN', 'NORM', 'GATE', 'BF16S', 'put_bf16', 'CHUNK',
+           'run_fp32', 'run_wide', 'run_amx', 'Kind', 'fp32', 'wide', 'amx', 'announcer', 'ROW_TILE', 'emits', 'read',
+           'rows_at', 'make_tile', 'pad_to', 'up', 'pack_fp32', 'pack_bf16', 'make_amx_tile', 'tile_config',
+           'tile_release', 'cpu_features', 'amx_allowed', 'widen', 'silu', 'lower', 'share', 'read_row', 'BFloat',
+           'finish_ragged', 'finish', 'prepare_fp32', 'multiply_fp32', 'prepare_wide', 'multiply_wide', 'prepare_amx',
+           'will_write', 'announce_rows', 'multiply_amx', 'make_run', 'up32', 'multiply', 'rows_fp32', 'rows_bf16',
+           'kind_for', 'with_threads', 'sources_digest', 'stamped', 'compile_kernel', 'load_multiply', 'load_worker',
+           'PackedLinear', 'PackedNorm', 'load_normalizer', 'RowTiles', 'is_sound', 'checked']
 
 # %% ../../nbs/10b_matrix_products.ipynb #897f8f2a
 import ctypes, hashlib, math, platform, sys
@@ -31,7 +32,7 @@ from torch import nn
 
 import minivllm.kernels.cpu
 from .cpu import (F32, I16S, I32, I32S, I64, VEC, _all, _Announce, _at, _cached, _call, _spread, add, address, call_parallel, call_work, copy, exp2,
-                                  f32, fma, from_bits, i64, inner, lanes, load, load_kernels, mul, splat, store, store_bf16,
+                                  f32, fma, from_bits, i64, inner, lanes, load, load_kernels, mul, op, splat, store, store_bf16,
                                   take, total, void, widen_rows)
 from ..model import Linear
 
@@ -114,8 +115,8 @@ def make_amx_tile(groups):
         sums = [(r, c, I8(2*r + c)) for r in range(groups) for c in range(2)]            # registers 0-3; inputs in 4 and 5, weights in 6 and 7
         for *_, s in sums: _amx(b, 'tilezero', s)
         with cgutils.for_range(b, blocks) as loop:
-            xs, ws = b.add(x, b.mul(loop.index, I64(64))), b.add(w, b.mul(loop.index, I64(2048)))
-            for r, at in enumerate(rows_at(b, xs, b.mul(x_stride, I64(16)), groups)): _amx(b, 'tileloadd64', I8(4 + r), _at(b, at, I8), x_stride)
+            xs, ws = b.add(x, b.mul(loop.index, I64(1024))), b.add(w, b.mul(loop.index, I64(2048)))
+            for r, at in enumerate(rows_at(b, xs, b.mul(x_stride, I64(16)), groups)): _amx(b, 'tileloadd64', I8(4 + r), _at(b, at, I8), I64(64))
             for c in range(2): _amx(b, 'tileloadd64', I8(6 + c), _at(b, b.add(ws, I64(1024*c)), I8), I64(64))
             for r, c, s in sums: _amx(b, 'tdpbf16ps', s, I8(4 + r), I8(6 + c))
         for r, c, s in sums: _amx(b, 'tilestored64', s, _at(b, b.add(out, I64(2048*r + 64*c)), I8), I64(128))
@@ -203,9 +204,29 @@ def read_row(j, inputs, r, dst, other):
         for i in range(n): store(dst + 64*i, mul(silu(load(dst + 64*i)), load(other + 64*i)))
 
 # %% ../../nbs/10b_matrix_products.ipynb #3d5409f9
+class BFloat(ir.types.Type):
+    "LLVM's own bf16, which llvmlite has no name for"
+    def _to_string(self): return 'bfloat'
+    def __eq__(self, other): return isinstance(other, BFloat)
+    def __hash__(self): return hash(BFloat)
+
+BF16S = ir.VectorType(BFloat(), 16)
+
+def _narrow_emitter():
+    "How sixteen lanes are stored as bf16 here: one instruction where there is one"
+    if not {'avx512bf16', 'avx512f'} <= cpu_features(): return None
+    name = 'llvm.x86.avx512bf16.cvtneps2bf16.512'
+    def emit(b, at, x):
+        f = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(BF16S, [VEC]), name)
+        b.store(b.bitcast(b.call(f, [x]), I16S), _at(b, at, I16S), align=2)
+    return emit
+
+_narrow = _narrow_emitter()
+put_bf16 = store_bf16 if _narrow is None else emits(void, i64, lanes)(_narrow)
+
 @inner
-def finish(j, w, sums, first, rows, tile):
-    "Write the sums of `rows` rows from row `first` on, one tile wide; `sums` has 256 spare bytes before it"
+def finish_ragged(j, w, sums, first, rows, tile):
+    "As `finish`, for tiles that end before their 32nd column, or have a bias, or add to bf16"
     size, spare = 2 if j.out_bf16 else 4, sums - 256
     for r in range(rows):
         for c in range(2):
@@ -217,17 +238,37 @@ def finish(j, w, sums, first, rows, tile):
             if j.add:
                 widen(spare, j.add + place, min(left, 16), 1, j.out_bf16)
                 x = add(x, load(spare))
-            if left >= 16:
-                if j.out_bf16: store_bf16(j.out + place, x)
-                else: store(j.out + place, x)
-            else:
-                if j.out_bf16: store_bf16(spare, x)
-                else: store(spare, x)
-                copy(j.out + place, spare, left*size)
+            if j.out_bf16: put_bf16(spare, x)
+            else: store(spare, x)
+            copy(j.out + place, spare, min(left, 16)*size)
+
+@inner
+def finish(j, w, sums, first, rows, tile):
+    "Write the sums of `rows` rows from row `first` on, one tile wide; `sums` has 256 spare bytes before it"
+    if w.bias or 32*tile + 32 > w.outputs or (j.add and j.out_bf16): finish_ragged(j, w, sums, first, rows, tile)
+    elif j.out_bf16:
+        to = j.out + first*j.out_stride + 64*tile
+        for r in range(rows):
+            put_bf16(to, load(sums + 128*r))
+            put_bf16(to + 32, load(sums + 128*r + 64))
+            to += j.out_stride
+    elif j.add:
+        to, old = j.out + first*j.out_stride + 128*tile, j.add + first*j.out_stride + 128*tile
+        for r in range(rows):
+            store(to, add(load(sums + 128*r), load(old)))
+            store(to + 64, add(load(sums + 128*r + 64), load(old + 64)))
+            to += j.out_stride
+            old += j.out_stride
+    else:
+        to = j.out + first*j.out_stride + 128*tile
+        for r in range(rows):
+            store(to, load(sums + 128*r))
+            store(to + 64, load(sums + 128*r + 64))
+            to += j.out_stride
 
 # %% ../../nbs/10b_matrix_products.ipynb #9ee0a7e2
 @inner
-def prepare_fp32(j, w, r, dst, spare): read_row(j, w.inputs, r, dst, spare)
+def prepare_fp32(j, w, first, r, x, spare): read_row(j, w.inputs, first + r, x + r*w.row_bytes, spare)
 
 @inner
 def multiply_fp32(j, w, x, rows, sums, first, lo, hi):
@@ -243,10 +284,11 @@ def multiply_fp32(j, w, x, rows, sums, first, lo, hi):
 
 # %% ../../nbs/10b_matrix_products.ipynb #fd2e3f57
 @inner
-def prepare_wide(j, w, r, dst, spare):
+def prepare_wide(j, w, first, r, x, spare):
     "fp32, with zeros up to a whole block of 32"
+    dst = x + r*w.row_bytes
     store(dst + w.blocks*128 - 64, splat(np.float32(0)))
-    read_row(j, w.inputs, r, dst, spare)
+    read_row(j, w.inputs, first + r, dst, spare)
 
 @inner
 def multiply_wide(j, w, x, rows, sums, first, lo, hi):
@@ -262,21 +304,40 @@ def multiply_wide(j, w, x, rows, sums, first, lo, hi):
 
 # %% ../../nbs/10b_matrix_products.ipynb #d0741f17
 @inner
-def prepare_amx(j, w, r, dst, spare):
-    row = spare + w.blocks*128
+def prepare_amx(j, w, first, r, x, spare):
+    "bf16, sixteen rows in blocks of 16 x 32 as the registers take them"
+    row, dst = spare + w.blocks*128, x + r//16*16*w.row_bytes + r % 16*64
     store(row + w.blocks*128 - 64, splat(np.float32(0)))
-    read_row(j, w.inputs, r, row, spare)
-    for i in range(2*w.blocks): store_bf16(dst + 32*i, load(row + 64*i))
+    read_row(j, w.inputs, first + r, row, spare)
+    for i in range(w.blocks):
+        put_bf16(dst + 1024*i, load(row + 128*i))
+        put_bf16(dst + 1024*i + 32, load(row + 128*i + 64))
+
+@op(void, i64)
+def will_write(b, at):
+    f = b.module.declare_intrinsic('llvm.prefetch', [_BYTE], ir.FunctionType(ir.VoidType(), [_BYTE, I32, I32, I32]))
+    b.call(f, [_at(b, at, I8), I32(1), I32(3), I32(1)])
+
+@inner
+def announce_rows(j, first, rows, tile):
+    "Ask for the cache lines that `finish` is going to write"
+    to, width = j.out + first*j.out_stride + (64 if j.out_bf16 else 128)*tile, 64 if j.out_bf16 else 128
+    for r in range(rows):
+        will_write(to)
+        if width == 128: will_write(to + 64)
+        to += j.out_stride
 
 @inner
 def multiply_amx(j, w, x, rows, sums, first, lo, hi):
     tile_config(w.config)
-    for tile in range(lo, hi):
-        data = w.data + tile*w.tile_bytes
+    for start in range(lo, hi, 8):
         for r in range(0, rows, 32):
-            if rows - r > 16: amx_tile2(data, x + r*w.row_bytes, w.row_bytes, w.blocks, sums)
-            else: amx_tile1(data, x + r*w.row_bytes, w.row_bytes, w.blocks, sums)
-            finish(j, w, sums, first + r, min(32, rows - r), tile)
+            for tile in range(start, min(hi, start + 8)):
+                announce_rows(j, first + r, min(32, rows - r), tile)
+                at, data = x + r*w.row_bytes, w.data + tile*w.tile_bytes
+                if rows - r > 16: amx_tile2(data, at, w.row_bytes, w.blocks, sums)
+                else: amx_tile1(data, at, w.row_bytes, w.blocks, sums)
+                finish(j, w, sums, first + r, min(32, rows - r), tile)
     tile_release()
 
 # %% ../../nbs/10b_matrix_products.ipynb #71949865
@@ -299,7 +360,7 @@ def make_run(name, prepare, multiply):
             first = chunk*j.chunk
             n = min(j.chunk, j.rows - first)
             if chunk != have:
-                for r in range(n): prepare(j, w, first + r, x + r*w.row_bytes, spare)
+                for r in range(n): prepare(j, w, first, r, x, spare)
                 have = chunk
             multiply(j, w, x, n, sums, first, part*per_part, min(w.tiles, part*per_part + per_part))
         rows[0] = 0                   # Numba frees an array after its last use; this is it

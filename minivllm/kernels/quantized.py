@@ -47,9 +47,9 @@ def quantize_block(dst, src):
     store_whole(dst + 40, np.float32(-128)*s)
 
 @inner
-def prepare_quantized(j, w, r, dst, spare):
-    row = spare + w.blocks*128
-    read_row(j, w.inputs, r, row, spare)
+def prepare_quantized(j, w, first, r, x, spare):
+    row, dst = spare + w.blocks*128, x + r*w.row_bytes
+    read_row(j, w.inputs, first + r, row, spare)
     for i in range(w.blocks): quantize_block(dst + ROW_BLOCK*i, row + 128*i)
 
 # %% ../../nbs/10d_quantized.ipynb #00635b6d
