@@ -439,9 +439,9 @@ def test_a_slow_loris_is_cut_off(strict, begin):
 
 
 def test_a_client_that_never_reads_is_cut_off(tiny):
-    "A megabyte of answer, a small window, and nobody who reads."
+    "Ten megabytes of answer, more than the kernel's buffers hold, and nobody who reads."
     with Served(tiny, '--dtype', 'float32', '--client-timeout', 1) as s:
-        body = json.dumps(dict(prompt=['the cat'] * 8, n=4, max_tokens=200, ignore_eos=True, stream=True, logprobs=20)).encode()
+        body = json.dumps(dict(prompt=['the cat'] * 8, n=8, max_tokens=400, ignore_eos=True, stream=True, logprobs=20)).encode()
         with socket.socket() as c:
             c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             c.connect(('127.0.0.1', s.port))
