@@ -244,11 +244,12 @@ def merge(into, other, nd):
 def load_bf16_one(b, address): return b.bitcast(b.shl(b.zext(b.load(_at(b, address, I16), align=2), I32), I32(16)), F32)
 @op(i64, i64)
 def load_i32(b, address): return b.sext(b.load(_at(b, address, I32)), I64)
-@op(void, i64)
-def prefetch(b, address):
+def _prefetch(b, address, write=0):
     byte = ir.IntType(8).as_pointer()
     f = b.module.declare_intrinsic('llvm.prefetch', [byte], ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]))
-    b.call(f, [_at(b, address, ir.IntType(8)), I32(0), I32(2), I32(1)])
+    b.call(f, [_at(b, address, ir.IntType(8)), I32(write), I32(3 if write else 2), I32(1)])
+@op(void, i64)
+def prefetch(b, address): _prefetch(b, address)
 
 @inner
 def widen_rows(dst, src, n, stride, hd, nd, bf16):

@@ -17,8 +17,8 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from .cpu import F32, I16, I32, I32S, I64, VEC, WIDE, _all, _at, _call, _spread, add, cpu_features, f32, i64, inner, lanes, largest, load, most, mul, op, splat, store, store_f32, total, void
-from .linear import I8, Kind, PackedLinear, checked, finish, make_run, pad_to, read, read_row, rows_at, up
+from .cpu import F32, I16, I32, I32S, I64, VEC, WIDE, _all, _at, _call, _prefetch, _spread, add, cpu_features, f32, i64, inner, lanes, largest, load, most, mul, op, splat, store, store_f32, total, void
+from .linear import AHEAD, I8, Kind, PackedLinear, checked, finish, make_run, pad_to, read, read_row, rows_at, up
 from ..model import Linear, Transformer
 from ..weights import choose_dtype, dequantize, fill, open_weights
 
@@ -102,6 +102,8 @@ def make_quantized_tile(rows, bits, dot=dot_emitter()):
             first = b.add(w, b.mul(blocks, I64(side*block_bytes)))
             with cgutils.for_range(b, blocks) as loop:
                 at, place = b.add(first, b.mul(loop.index, I64(block_bytes))), b.mul(loop.index, I64(ROW_BLOCK))
+                if rows == 1:
+                    for line in range(0, block_bytes, 64): _prefetch(b, b.add(at, I64(AHEAD + line)))
                 for h in range(16//HALF): multiply_block(b, at, h, [b.add(s, place) for s in starts], [s[h] for s in sums], bits, dot)
             for row, of_row in zip(ends, sums):
                 for h, s in enumerate(of_row): b.store(b.load(s), _at(b, b.add(row, I64(64*side + 4*HALF*h)), SUMS), align=4)
