@@ -211,6 +211,7 @@ def remote_chat(url, api_key, fields):
             for choice in c.choices: yield choice.delta.content or ''
     return answer
 
+# %% ../nbs/15_cli.ipynb #1658ff17
 def converse(
     answer,    # From messages to pieces of text
     lines,     # What the user types, line by line

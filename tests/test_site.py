@@ -64,7 +64,7 @@ class Visit:
         self.page = self.context.new_page()
         self.page.on('console', lambda m: self.bad.append(f'{m.type}: {m.text[:300]}') if m.type in ('error', 'warning') else None)
         self.page.on('pageerror', lambda e: self.bad.append(f'exception: {str(e)[:300]}'))
-        self.page.on('requestfailed', lambda r: self.bad.append(f'failed: {r.url}'))
+        self.page.on('requestfailed', lambda r: self.bad.append(f'failed: {r.url}') if r.failure != 'net::ERR_ABORTED' else None)   # aborted: by leaving the page
         self.page.on('response', lambda r: self.bad.append(f'{r.status}: {r.url}') if r.status >= 400 else None)
         self.page.on('request', lambda r: self.ask(r.url))
         cdp = self.context.new_cdp_session(self.page)
@@ -159,8 +159,9 @@ def test_page(browser, base, name):
     with Visit(browser, base) as v:
         page = v.open(name)
         assert v.bytes < 300_000, f'{v.bytes:,} bytes before anything is touched'
-        assert not any('pyodide' in u for u in v.asked)
+        assert not any('pyodide' in u or 'mermaid' in u for u in v.asked)
         assert not too_wide(page)
+        page.mouse.move(640, 450)
         for el in page.locator('pre.mermaid').all():
             el.scroll_into_view_if_needed()
             page.wait_for_function('e => e.classList.contains("drawn")', arg=el.element_handle())
@@ -177,6 +178,33 @@ def test_page(browser, base, name):
         page.set_viewport_size(NARROW)
         page.wait_for_timeout(100)
         assert not too_wide(page), 'on a phone'
+
+
+def top(page): return page.locator('pre.mermaid').first.evaluate('e => e.getBoundingClientRect().top + scrollY')
+
+
+@pytest.mark.parametrize('name', [page_of[f.name] for f in notebooks if '```mermaid' in f.read_text(encoding='utf-8') and f.name != '14a_pages.ipynb'])
+def test_diagrams_wait_for_the_reader(browser, base, name):
+    "mermaid is fetched when a diagram is near the screen of somebody who does something there: not while fonts and images are late, and not by opening a page."
+    with Visit(browser, base) as v:
+        page, late = v.page, []
+        def fetched():
+            page.wait_for_timeout(300)
+            return any('mermaid' in u for u in v.asked)
+        page.route('**/*', lambda r: late.append(r) if r.request.resource_type in ('image', 'font') else r.continue_())
+        page.goto(base + name, wait_until='domcontentloaded')
+        assert not fetched() and late, 'while fonts and images are on their way'
+        for r in late: r.continue_()
+        page.unroute_all(behavior='ignoreErrors')
+        page.wait_for_load_state('load')
+        assert not fetched(), 'by opening the page'
+        page.set_viewport_size(dict(width=1280, height=int(top(page)) + 100))
+        assert not fetched(), 'by opening the page on a screen so tall that the diagram is on it'
+        page.set_viewport_size(WIDE)
+        page.mouse.move(640, 450)
+        assert top(page) < WIDE['height'] + 200 or not fetched(), 'far from the diagram'
+        page.locator('pre.mermaid').first.scroll_into_view_if_needed()
+        page.locator('pre.mermaid.drawn').first.wait_for()
 
 
 @pytest.mark.parametrize('name', ['index.html', 'scheduler.html'])

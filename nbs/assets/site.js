@@ -1,4 +1,4 @@
-// Diagrams are drawn when they come near the screen, so that mermaid (2.5 MB) is loaded only by readers who reach one.
+// Diagrams are drawn when they come near the screen of a reader who does something, so that mermaid (2.5 MB) is loaded only by those who reach one.
 (() => {
   const here = new URL('.', document.currentScript.src);
   let loading;
@@ -18,13 +18,17 @@
     el.innerHTML = svg;
     el.classList.add('drawn');
   };
+  // Near the screen: that is known when fonts and images have their place. And a diagram may stand on the first screen of somebody who only looks in:
+  // until the reader moves, types or scrolls, the text of the diagram has to do.
+  const once = (kinds) => new Promise((ok) => { for (const kind of kinds) window.addEventListener(kind, ok, { once: true, passive: true }); });
+  const ready = Promise.all([once(['load']).then(() => document.fonts.ready), once(['scroll', 'pointermove', 'pointerdown', 'keydown'])]);
   document.addEventListener('DOMContentLoaded', () => {
     const diagrams = [...document.querySelectorAll('pre.mermaid')];
     for (const el of diagrams) el.dataset.source = el.textContent;
     const seen = new IntersectionObserver((entries) => {
       for (const e of entries) if (e.isIntersecting) { seen.unobserve(e.target); draw(e.target); }
     }, { rootMargin: '200px' });
-    for (const el of diagrams) seen.observe(el);
+    ready.then(() => { for (const el of diagrams) seen.observe(el); });
     // the theme of a diagram is in its SVG: draw again when the reader changes the page's
     let was = dark();
     new MutationObserver(() => {
