@@ -105,11 +105,11 @@ dtypes = {'minivllm': ('bfloat16', 'gguf'), 'transformers': ('bfloat16',), 'vllm
 
 # %% ../nbs/13b_peers.ipynb #e5cd8d3f
 def load_ceilings(model, dtype, threads):
-    "Not an engine: `generate(None)` returns GB/s of a copy and GFLOP/s of a bf16 product"
+    "Not an engine: `generate(None)` returns GB/s of a copy and GFLOP/s of a product, in bf16 unless `dtype` names another type"
     import torch
     torch.set_num_threads(threads)
     big, to = torch.ones(2**25), torch.empty(2**25)                             # 128 MiB each
-    a = torch.randn(2048, 2048).bfloat16()
+    a = torch.randn(2048, 2048).to(getattr(torch, dtype, torch.bfloat16))
     def took(f):
         start = time.perf_counter(); f(); return time.perf_counter() - start
     def generate(_):

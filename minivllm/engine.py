@@ -454,7 +454,10 @@ def branch(self:Engine,
 @patch
 def step(self:Engine)->list: # `Delta`s
     "Advance the engine by one step of work; [] if there is none."
-    work = self.scheduler.schedule()
+    now = time.monotonic()
+    work = self.scheduler.schedule(now)
+    for o in self.observers:
+        if hasattr(o, 'begin'): o.begin(work, now)      # for those who want to see the state before it changes (chapter 13a)
     start = time.perf_counter()
     self.kv_cache.copy_blocks(work.blocks_to_copy)
     logits = []
