@@ -284,11 +284,11 @@ def chat(
 def bench(
     argv:list, # Command-line arguments
 ):
-    "Measure: `minivllm bench peers --peer NAME=PYTHON`"
-    from minivllm.bench_peers import bench_peers
-    kinds = dict(peers=bench_peers)
-    if not argv or argv[0] not in kinds: raise ValueError(f'minivllm bench {argv[0] if argv else ""}: give one of {", ".join(kinds)}, then its options; --help lists them')
-    kinds[argv[0]](argv[1:])
+    "Measure: `minivllm bench latency`, `throughput`, `serve`, `sweep`, `peers`"
+    from importlib import import_module
+    homes = dict(latency='bench', throughput='bench', serve='bench', sweep='bench', peers='bench_peers')
+    if not argv or argv[0] not in homes: raise ValueError(f'minivllm bench {argv[0] if argv else ""}: give one of {", ".join(homes)}, then its options; --help lists them')
+    getattr(import_module(f'minivllm.{homes[argv[0]]}'), f'bench_{argv[0]}')(dashes(argv[1:]))
 
 # %% ../nbs/15_cli.ipynb #660a5598
 commands = dict(generate=generate, chat=chat, serve=serve, bench=bench)
