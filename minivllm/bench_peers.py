@@ -194,8 +194,9 @@ def measure(
         for i in range(repeat + 1):                                               # the first round warms up
             for c in children:
                 say(name, c.name, f'{i}/{repeat}')
-                took, first = c.run(reqs)['seconds'], c.run(one)['seconds'] if one else None
-                if i: times[c.name].append(took), firsts[c.name].append(first)
+                did, first = c.run(reqs), c.run(one)['seconds'] if one else None
+                if did['tokens'] != (asked := sum(n for _, n in reqs)): raise ValueError(f'{c.name} made {did["tokens"]} tokens where {asked} were asked')
+                if i: times[c.name].append(did['seconds']), firsts[c.name].append(first)
         for c in children:
             seconds, n_in, n_out = median(times[c.name]), sum(len(p) for p, _ in reqs), sum(n for _, n in reqs)
             row = dict(workload=name, engine=c.name, seconds=seconds, output_tokens_per_s=n_out/seconds, total_tokens_per_s=(n_in + n_out)/seconds)
