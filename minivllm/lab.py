@@ -102,6 +102,7 @@ def control_widget(
     if kind == 'slider': return w.SelectionSlider(description=label, options=c['options'], value=c['value'], **wide)
     return w.Play(description=label, min=0, max=c['max'], value=c['value'], interval=1200)
 
+# %% ../nbs/14_lab.ipynb #d1d1f1a6
 @patch
 def widget(self:Lab): # An ipywidgets box
     "The lab, live, in a notebook."
