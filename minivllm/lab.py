@@ -71,7 +71,7 @@ _style = '''<style>
 .mv-tok.read{border-color:#1f5fa8}.mv-tok.new{background:#ffc98f;border-color:#b35c00;font-weight:700}.mv-tok.todo{background:#fff;border:2px dashed #7a8793}
 .mv-key{font-size:13px;display:flex;flex-wrap:wrap;gap:4px 14px}
 .mv-lab .mv-tensors{border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0;display:block;overflow-x:auto}
-.mv-tensors th,.mv-tensors td{border:0;border-bottom:1px solid rgba(128,128,128,.35);padding:2px 10px 2px 0;text-align:left;vertical-align:top;white-space:nowrap;background:none}.mv-tensors td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:9em}
+.mv-tensors th,.mv-tensors td{border:0;border-bottom:1px solid rgba(128,128,128,.35);padding:2px 10px 2px 0;text-align:left;vertical-align:top;white-space:nowrap;background:none}.mv-tensors th{white-space:normal}.mv-tensors td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:9em}
 .mv-badge{display:inline-block;border-radius:5px;padding:0 9px;font-weight:700;color:#1b2126;background:#d9dde1}.mv-badge.prefill{background:#ffc98f}.mv-badge.decode{background:#cfe3f7}
 .mv-good{border-left:4px solid #2f8f4e;padding-left:10px}.mv-bad{border-left:4px solid #c03a2b;padding-left:10px}
 .mv-chart{display:flex;align-items:flex-end;gap:1px;height:120px;border-bottom:1px solid currentColor}.mv-chart>i{flex:1 1 0;display:flex;flex-direction:column-reverse;height:100%}
@@ -102,6 +102,7 @@ def control_widget(
     if kind == 'slider': return w.SelectionSlider(description=label, options=c['options'], value=c['value'], **wide)
     return w.Play(description=label, min=0, max=c['max'], value=c['value'], interval=1200)
 
+# %% ../nbs/14_lab.ipynb #d1d1f1a6
 @patch
 def widget(self:Lab): # An ipywidgets box
     "The lab, live, in a notebook."

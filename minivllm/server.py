@@ -539,6 +539,7 @@ async def prepend(first, rest):
         yield first
         async for x in rest: yield x
 
+# %% ../nbs/12_server.ipynb #e0a76b01
 @patch
 async def events(self:Api,
     form:Format, # How to say it

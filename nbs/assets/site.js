@@ -16,7 +16,9 @@
     mermaid.initialize({ startOnLoad: false, theme: dark() ? 'dark' : 'neutral', fontFamily: getComputedStyle(document.body).fontFamily });
     const { svg } = await mermaid.render(`mv-diagram-${n++}`, el.dataset.source);
     el.innerHTML = svg;
+    el.firstElementChild.style.minWidth = `${el.firstElementChild.viewBox.baseVal.width * .75}px`;      // no smaller letters: what is wider scrolls
     el.classList.add('drawn');
+    reachable();
   };
   // Near the screen: that is known when fonts and images have their place. And a diagram may stand on the first screen of somebody who only looks in:
   // until the reader moves, types or scrolls, the text of the diagram has to do.
