@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'WORDS', 'SERIES', 'Result', 'itl', 'spread', 'Reading', 'is_good', 'summary', 'Report', 'report', 'table',
-           'arrivals', 'Ask', 'clock', 'sleep_until', 'drive', 'pieces', 'random_asks', 'read_trace', 'sse', 'Client',
+           'arrivals', 'Ask', 'clock', 'sleep_until', 'drive', 'pieces', 'random_asks', 'read_trace', 'Client', 'sse',
            'read_metrics', 'thin', 'series', 'Scraper', 'state', 'Watch', 'run_engine', 'commit', 'machine',
            'check_outputs', 'draw_run', 'finish', 'details', 'Parser', 'add_load_flags', 'add_report_flags', 'need',
            'report_options', 'whole', 'positive', 'serve_parser', 'check_serve', 'random_load', 'serve_load',
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from contextlib import nullcontext
+from contextlib import aclosing, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -200,6 +200,7 @@ class Ask:
     max_tokens: int
     at: float = 0.      # Seconds after the beginning; None: as soon as a seat is free
     num_prompt_tokens: int = 0
+    body: bytes = None  # What `Client.body` made of it
 
 def clock():
     "A function that says how many seconds have passed since now."
@@ -289,17 +290,6 @@ def read_trace(
     return sorted(asks, key=lambda a: a.at)
 
 # %% ../nbs/13_benchmark.ipynb #29ae0079
-async def sse(
-    response, # Of httpx, streaming
-):            # Yields bytes
-    "The data of each event, when it comes."
-    rest = b''
-    async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b'\n')
-        for line in lines:
-            if line.startswith(b'data:'): yield line[5:].strip()
-    if rest.startswith(b'data:'): yield rest[5:].strip()
-
 class Client:
     "One endpoint of an OpenAI-compatible server."
     def __init__(self,
@@ -311,52 +301,105 @@ class Client:
         temperature:float=0.,
         timeout:float=600.,                # Seconds without a sign of life
     ):
-        import httpx
-        base_url = base_url.rstrip('/')
-        self.url, self.model, self.chat = base_url.removesuffix('/v1') + endpoint, model, 'chat' in endpoint
-        self.base_url, self.fields, self.counts = base_url.removesuffix('/v1'), dict(temperature=temperature) | (dict(ignore_eos=True) if ignore_eos else {}), True
-        self.http = httpx.AsyncClient(timeout=timeout, headers=dict(authorization=f'Bearer {api_key}') if api_key else None,
-                                      limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2))
-        self.failures = (httpx.HTTPError, OSError, ValueError)
+        where = urlsplit(base_url.rstrip('/').removesuffix('/v1'))
+        self.base_url, self.root, self.endpoint, self.model, self.timeout = where.geturl(), where.path, endpoint, model, timeout
+        self.host, self.tls = where.hostname, where.scheme == 'https'
+        self.port = where.port or (443 if self.tls else 80)
+        self.headers = [('host', where.netloc.rpartition('@')[2]), ('content-type', 'application/json')] + ([('authorization', f'Bearer {api_key}')] if api_key else [])
+        self.fields, self.counts, self.idle = dict(temperature=temperature) | (dict(ignore_eos=True) if ignore_eos else {}), True, []
 
-    def body(self, ask):
+    def body(self, ask)->bytes:
         "What is posted for a request."
-        prompt = dict(messages=[dict(role='user', content=ask.prompt)]) if self.chat else dict(prompt=ask.prompt)
+        prompt = dict(messages=[dict(role='user', content=ask.prompt)]) if 'chat' in self.endpoint else dict(prompt=ask.prompt)
         options = dict(include_usage=True) | (dict(continuous_usage_stats=True) if self.counts else {})
-        return dict(model=self.model, **prompt, max_tokens=ask.max_tokens, **self.fields, stream=True, stream_options=options)
+        return json.dumps(dict(model=self.model, **prompt, max_tokens=ask.max_tokens, **self.fields, stream=True, stream_options=options)).encode()
+
+    async def connect(self):
+        "`(reader, writer)` of an idle connection, or of a new one."
+        while self.idle:
+            reader, writer, since = self.idle.pop()
+            if time.monotonic() - since < 2 and not reader.at_eof() and not writer.is_closing(): return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self.host, self.port, ssl=self.tls or None)
+
+    def close(self):
+        for _, writer, _ in self.idle: writer.close()
+
+    async def exchange(self,
+        method:str,
+        path:str,       # After the base URL
+        body:bytes=b'',
+    ):                  # Yields the status, then pieces of the body
+        "One request and its response."
+        import h11
+        reader, writer = await self.connect()
+        http, timer, loop = h11.Connection(h11.CLIENT), None, asyncio.get_running_loop()
+        try:
+            request = h11.Request(method=method, target=self.root + path, headers=[*self.headers, ('content-length', str(len(body)))])
+            writer.write(b''.join(map(http.send, (request, h11.Data(data=body), h11.EndOfMessage()))))
+            while type(event := http.next_event()) is not h11.EndOfMessage:
+                if event is h11.NEED_DATA:
+                    timer = loop.call_later(self.timeout, writer.transport.abort)
+                    http.receive_data(await reader.read(1 << 16))
+                    timer.cancel()
+                elif type(event) is h11.Response: yield event.status_code
+                elif type(event) is h11.Data: yield bytes(event.data)
+                elif type(event) is h11.ConnectionClosed: raise ConnectionError('the server has closed the connection')
+            if http.their_state is h11.DONE: self.idle.append((reader, writer, time.monotonic()))
+        except h11.RemoteProtocolError as e: raise ConnectionError(f'the response is cut short: {e}') from None
+        finally:
+            if timer: timer.cancel()
+            if not self.idle or self.idle[-1][1] is not writer: writer.close()
 
 # %% ../nbs/13_benchmark.ipynb #18950e4b
+async def sse(
+    parts, # Pieces of a body
+):         # Yields bytes
+    "The data of each server-sent event, when it comes."
+    rest = b''
+    async for part in parts:
+        *lines, rest = (rest + part).split(b'\n')
+        for line in lines:
+            if line.startswith(b'data:'): yield line[5:].strip()
+    if rest.startswith(b'data:'): yield rest[5:].strip()
+
+async def _get(self, path)->tuple: # `(status, bytes)`
+    "A page."
+    async with aclosing(self.exchange('GET', path)) as parts: return await anext(parts), b''.join([p async for p in parts])
+
 async def _send(self, ask, r, now):
     "Send a request, read its stream to the end, fill in the result."
     reading = Reading()
     try:
+        body = ask.body or self.body(ask)
         r.sent = now()
-        async with self.http.stream('POST', self.url, json=self.body(ask)) as response:
-            if response.status_code != 200: raise ValueError(f'HTTP {response.status_code}: {(await response.aread())[:200].decode(errors="replace")}')
-            async for data in sse(response):
+        async with aclosing(self.exchange('POST', self.endpoint, body)) as parts:
+            if (status := await anext(parts)) != 200: raise ValueError(f'HTTP {status}: {b"".join([p async for p in parts])[:200].decode(errors="replace")}')
+            async for data in sse(parts):
                 r.end = now()
                 if data != b'[DONE]': reading.feed(r.end, json.loads(data))
         if not reading.finished: raise ValueError('the stream ended before the answer did')
-    except self.failures as e: r.error = f'{type(e).__name__}: {e}' if str(e) and not isinstance(e, ValueError) else str(e) or type(e).__name__
+    except ValueError as e: r.error = str(e)
+    except OSError as e: r.error = f'{type(e).__name__}: {e}'
     r.chunks, r.estimated = reading.chunks()
     r.num_prompt_tokens = (reading.usage or {}).get('prompt_tokens') or r.num_prompt_tokens
 
-Client.send = _send
+Client.get, Client.send = _get, _send
 
 # %% ../nbs/13_benchmark.ipynb #11137be9
 async def _ready(self, ask):
     "Send a first request that does not count; ValueError if there is no answer."
     try:
         if self.model is None:
-            found = (await self.http.get(self.base_url + '/v1/models')).json()
-            self.model = found['data'][0]['id']
-    except (*self.failures, LookupError, TypeError) as e: raise ValueError(f'--base-url {self.base_url} does not say which models it has ({type(e).__name__}: {e}): check the address, or give --model') from None
+            _, page = await self.get('/v1/models')
+            self.model = json.loads(page)['data'][0]['id']
+    except (OSError, ValueError, LookupError, TypeError) as e: raise ValueError(f'--base-url {self.base_url} does not say which models it has ({type(e).__name__}: {e}): check the address, or give --model') from None
     for attempt in range(3):
         r = Result(0.)
         await self.send(ask, r, clock())
         if not r.error: return
         if r.error.startswith('HTTP 4'): self.counts = False
-    raise ValueError(f'{self.url} does not answer: {r.error}')
+    raise ValueError(f'{self.base_url}{self.endpoint} does not answer: {r.error}')
 
 Client.ready = _ready
 
@@ -397,9 +440,9 @@ class Scraper:
 
     async def look(self, now):
         "One page, if the server has any."
-        try: response = await self.client.http.get(self.client.base_url + '/metrics', timeout=10)
-        except self.client.failures: return
-        if response.status_code == 200 and 'vllm:' in response.text: self.pages.append((now(), read_metrics(response.text)))
+        try: status, page = await self.client.get('/metrics')
+        except OSError: return
+        if status == 200 and b'vllm:' in page: self.pages.append((now(), read_metrics(page.decode())))
 
     async def watch(self, now):
         "A page every so often, until cancelled."
@@ -660,8 +703,9 @@ async def serve_load(
     "Send them all, read the server's metrics meanwhile."
     client = Client(args.base_url, args.endpoint, args.model, args.api_key, args.ignore_eos, args.temperature, args.timeout)
     scraper = Scraper(client, args.metrics_interval)
-    async with client.http:
+    with closing(client):
         await client.ready(Ask(asks[0].prompt, 2))
+        for a in asks: a.body = client.body(a)
         now = clock()
         await scraper.look(now)
         watching = asyncio.create_task(scraper.watch(now))
@@ -678,8 +722,8 @@ def bench_serve(
     argv:list, # Command-line arguments
 ):
     "What users of a server feel: `minivllm bench serve --base-url URL --request-rate 4`"
-    try: import httpx
-    except ModuleNotFoundError: raise ValueError("minivllm bench serve needs httpx, which is not installed: pip install 'minivllm[server]'") from None
+    try: import h11
+    except ModuleNotFoundError: raise ValueError("minivllm bench serve needs h11, which is not installed: pip install 'minivllm[server]'") from None
     args = serve_parser().parse_args(argv)
     options, asks = report_options(args), check_serve(args)
     results, seconds, server, model = asyncio.run(serve_load(args, asks))
