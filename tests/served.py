@@ -71,3 +71,16 @@ class Served:
         "CPU time of the server so far, all threads."
         with open(f'/proc/{self.process.pid}/stat') as f: ticks = f.read().rsplit(')', 1)[1].split()[11:13]
         return sum(map(int, ticks)) / os.sysconf('SC_CLK_TCK')
+
+
+def slow_down(seconds):
+    "A `patch` that makes every decode step longer."
+    return f"""
+import time
+from minivllm.model_runner import ModelRunner
+whole = ModelRunner.run_decode
+def run_decode(self, seqs):
+    time.sleep({seconds})
+    return whole(self, seqs)
+ModelRunner.run_decode = run_decode
+"""

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from minivllm import LLM, SamplingParams
-from served import Served
+from served import Served, slow_down
 
 HI = [dict(role='user', content='the quick brown fox')]
 
@@ -517,17 +517,6 @@ def test_a_dead_engine_is_503_and_its_streams_get_an_error(tiny, tmp_path):
         for stream in True, False:
             with pytest.raises(openai.InternalServerError) as e: client.completions.create(model=model, prompt='a', stream=stream)
             assert e.value.status_code == 503
-
-
-def slow_down(seconds): return f"""
-import time
-from minivllm.model_runner import ModelRunner
-whole = ModelRunner.run_decode
-def run_decode(self, seqs):
-    time.sleep({seconds})
-    return whole(self, seqs)
-ModelRunner.run_decode = run_decode
-"""
 
 
 def consume(server, n, stream=True):
