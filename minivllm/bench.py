@@ -29,7 +29,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
-from tqdm.auto import tqdm
+from fastcore.basics import patch
+from tqdm import tqdm
 
 from . import __version__
 
@@ -120,6 +121,7 @@ def is_good(
     values = {k: getattr(r, k) for k in targets}
     return r.error is None and all(k == 'tpot' and r.num_tokens == 1 if v is None else 1000 * v <= targets[k] for k, v in values.items())
 
+# %% ../nbs/13_benchmark.ipynb #dd6a067c
 def summary(
     values,      # Seconds
     name:str,    # As in `METRICS`
@@ -133,7 +135,7 @@ def summary(
 # %% ../nbs/13_benchmark.ipynb #755091b4
 class Report(dict):
     "Figures of a run."
-    def _repr_markdown_(self): return f'```\n{table(self)}\n```'
+    def __repr__(self): return table(self)
 
 def report(
     results:list,                          # `Result`s
@@ -207,6 +209,7 @@ def clock():
     start = time.monotonic()
     return lambda: time.monotonic() - start
 
+# %% ../nbs/13_benchmark.ipynb #fd678afc
 async def sleep_until(
     at:float, # Seconds
     now,      # The clock
@@ -314,42 +317,53 @@ class Client:
         options = dict(include_usage=True) | (dict(continuous_usage_stats=True) if self.counts else {})
         return json.dumps(dict(model=self.model, **prompt, max_tokens=ask.max_tokens, **self.fields, stream=True, stream_options=options)).encode()
 
-    async def connect(self):
-        "`(reader, writer)` of an idle connection, or of a new one."
-        while self.idle:
-            reader, writer, since = self.idle.pop()
-            if time.monotonic() - since < 2 and not reader.at_eof() and not writer.is_closing(): return reader, writer
-            writer.close()
-        return await asyncio.open_connection(self.host, self.port, ssl=self.tls or None)
+# %% ../nbs/13_benchmark.ipynb #4f210adc
+@patch
+async def connect(self:Client):
+    "`(reader, writer)` of an idle connection, or of a new one."
+    while self.idle:
+        reader, writer, since = self.idle.pop()
+        if time.monotonic() - since < 2 and not reader.at_eof() and not writer.is_closing(): return reader, writer
+        writer.close()
+    try: return await asyncio.wait_for(asyncio.open_connection(self.host, self.port, ssl=self.tls or None), self.timeout)
+    except asyncio.TimeoutError: raise self.silent() from None
 
-    def close(self):
-        for _, writer, _ in self.idle: writer.close()
+@patch
+def silent(self:Client): return ConnectionError(f'no sign of life for {self.timeout:g} s')
 
-    async def exchange(self,
-        method:str,
-        path:str,       # After the base URL
-        body:bytes=b'',
-    ):                  # Yields the status, then pieces of the body
-        "One request and its response."
-        import h11
-        reader, writer = await self.connect()
-        http, timer, loop = h11.Connection(h11.CLIENT), None, asyncio.get_running_loop()
-        try:
-            request = h11.Request(method=method, target=self.root + path, headers=[*self.headers, ('content-length', str(len(body)))])
-            writer.write(b''.join(map(http.send, (request, h11.Data(data=body), h11.EndOfMessage()))))
-            while type(event := http.next_event()) is not h11.EndOfMessage:
-                if event is h11.NEED_DATA:
-                    timer = loop.call_later(self.timeout, writer.transport.abort)
-                    http.receive_data(await reader.read(1 << 16))
-                    timer.cancel()
-                elif type(event) is h11.Response: yield event.status_code
-                elif type(event) is h11.Data: yield bytes(event.data)
-                elif type(event) is h11.ConnectionClosed: raise ConnectionError('the server has closed the connection')
-            if http.their_state is h11.DONE: self.idle.append((reader, writer, time.monotonic()))
-        except h11.RemoteProtocolError as e: raise ConnectionError(f'the response is cut short: {e}') from None
-        finally:
-            if timer: timer.cancel()
-            if not self.idle or self.idle[-1][1] is not writer: writer.close()
+@patch
+def close(self:Client):
+    for _, writer, _ in self.idle: writer.close()
+
+# %% ../nbs/13_benchmark.ipynb #ca060afe
+@patch
+async def exchange(self:Client,
+    method:str,
+    path:str,       # After the base URL
+    body:bytes=b'',
+):                  # Yields the status, then pieces of the body
+    "One request and its response."
+    import h11
+    reader, writer = await self.connect()
+    http, timer, loop = h11.Connection(h11.CLIENT), None, asyncio.get_running_loop()
+    try:
+        request = h11.Request(method=method, target=self.root + path, headers=[*self.headers, ('content-length', str(len(body)))])
+        writer.write(b''.join(map(http.send, (request, h11.Data(data=body), h11.EndOfMessage()))))
+        while type(event := http.next_event()) is not h11.EndOfMessage:
+            if event is h11.NEED_DATA:
+                timer = loop.call_later(self.timeout, writer.transport.abort)
+                data = await reader.read(1 << 16)
+                if not data and timer.when() <= loop.time(): raise self.silent()
+                timer.cancel()
+                http.receive_data(data)
+            elif type(event) is h11.Response: yield event.status_code
+            elif type(event) is h11.Data: yield bytes(event.data)
+            elif type(event) is h11.ConnectionClosed: raise ConnectionError('the server has closed the connection')
+        if http.their_state is h11.DONE: self.idle.append((reader, writer, time.monotonic()))
+    except h11.RemoteProtocolError as e: raise ConnectionError(f'the response is cut short: {e}') from None
+    finally:
+        if timer: timer.cancel()
+        if not self.idle or self.idle[-1][1] is not writer: writer.close()
 
 # %% ../nbs/13_benchmark.ipynb #18950e4b
 async def sse(
@@ -363,11 +377,14 @@ async def sse(
             if line.startswith(b'data:'): yield line[5:].strip()
     if rest.startswith(b'data:'): yield rest[5:].strip()
 
-async def _get(self, path)->tuple: # `(status, bytes)`
+# %% ../nbs/13_benchmark.ipynb #204f07e7
+@patch
+async def get(self:Client, path)->tuple: # `(status, bytes)`
     "A page."
     async with aclosing(self.exchange('GET', path)) as parts: return await anext(parts), b''.join([p async for p in parts])
 
-async def _send(self, ask, r, now):
+@patch
+async def send(self:Client, ask, r, now):
     "Send a request, read its stream to the end, fill in the result."
     reading = Reading()
     try:
@@ -384,10 +401,9 @@ async def _send(self, ask, r, now):
     r.chunks, r.estimated = reading.chunks()
     r.num_prompt_tokens = (reading.usage or {}).get('prompt_tokens') or r.num_prompt_tokens
 
-Client.get, Client.send = _get, _send
-
 # %% ../nbs/13_benchmark.ipynb #11137be9
-async def _ready(self, ask):
+@patch
+async def ready(self:Client, ask):
     "Send a first request that does not count; ValueError if there is no answer."
     try:
         if self.model is None:
@@ -400,8 +416,6 @@ async def _ready(self, ask):
         if not r.error: return
         if r.error.startswith('HTTP 4'): self.counts = False
     raise ValueError(f'{self.base_url}{self.endpoint} does not answer: {r.error}')
-
-Client.ready = _ready
 
 # %% ../nbs/13_benchmark.ipynb #58d29519
 def read_metrics(
@@ -425,6 +439,7 @@ def thin(
     "Every so-manyth, if there are too many."
     return samples[::-(-len(samples) // most) or 1]
 
+# %% ../nbs/13_benchmark.ipynb #a419ecf7
 SERIES = 'time', 'waiting', 'running', 'batched_tokens', 'kv_cache_usage'
 
 def series(
@@ -461,6 +476,7 @@ class Scraper:
                     / max(1., p.get('iteration_tokens_total_count', 0.) - q.get('iteration_tokens_total_count', 0.)), p.get('kv_cache_usage_perc', 0.)) for (_, q), (t, p) in zip(pages, pages[1:])]
         return {f'mean_{k}_ms': mean(v + '_seconds') for k, v in names.items()} | state(samples, grown('num_preemptions_total'), grown('prefix_cache_hits_total'), grown('prefix_cache_queries_total'))
 
+# %% ../nbs/13_benchmark.ipynb #5af2f79f
 def state(
     samples:list,      # Tuples of what `SERIES` says
     preemptions,       # How many
@@ -527,6 +543,7 @@ def commit()->str: # None if it is not known
     try: return (git('rev-parse', '--short=12', 'HEAD') + '+' * bool(git('status', '--porcelain', '--untracked-files=no'))) or None
     except (OSError, subprocess.SubprocessError): return None
 
+# %% ../nbs/13_benchmark.ipynb #d6e23abd
 def machine()->dict:
     "Where this runs."
     cpu = platform.processor()
@@ -550,6 +567,7 @@ def check_outputs(
             try: import matplotlib
             except ModuleNotFoundError: raise ValueError(f"--output is {p}: pictures need matplotlib: pip install 'minivllm[notebook]'") from None
 
+# %% ../nbs/13_benchmark.ipynb #269b6def
 def draw_run(
     rep,     # From `report`
     results, # Its `Result`s
@@ -581,6 +599,7 @@ def finish(
         else: draw().savefig(p)
     print(text, json.dumps(rep, allow_nan=False), sep='\n', flush=True)
 
+# %% ../nbs/13_benchmark.ipynb #0d88259e
 def details(
     results, # `Result`s
 )->dict:
@@ -606,6 +625,7 @@ def add_load_flags(
     p.add_argument('--random-prefix-len', type=int, help='so many more tokens stand before each prompt, the same for all (default: 0)')
     add_report_flags(p)
 
+# %% ../nbs/13_benchmark.ipynb #e6f20a21
 def add_report_flags(p):
     "Flags of what is reported."
     p.add_argument('--goodput', nargs='+', default=[], metavar='NAME:MS', help='targets, as in ttft:500 tpot:50; of ttft, tpot, e2el')
@@ -614,6 +634,7 @@ def add_report_flags(p):
     p.add_argument('--seed', type=int, default=0, help='the same seed sends the same requests at the same times (default: 0)')
     p.add_argument('--output', nargs='+', default=[], metavar='FILE', help='write .json (with each request), .svg or .png')
 
+# %% ../nbs/13_benchmark.ipynb #1f4864ee
 def need(
     args,     # Parsed
     ok,       # Function of a value
@@ -625,6 +646,7 @@ def need(
         for v in (value if isinstance(value := getattr(args, name, None), list) else [value]):
             if v is not None and not ok(v): raise ValueError(f'--{name.replace("_", "-")} is {v}: it must be {what}')
 
+# %% ../nbs/13_benchmark.ipynb #8a8eefab
 def report_options(
     args, # Parsed
 )->dict:  # Arguments of `report`
@@ -668,6 +690,7 @@ def serve_parser():
     add_load_flags(p, None)
     return p
 
+# %% ../nbs/13_benchmark.ipynb #10a6fa63
 def check_serve(
     args, # Parsed
 )->list:  # `Ask`s
@@ -690,6 +713,7 @@ def check_serve(
     times = [None] * n if rate == math.inf and args.max_concurrency else arrivals(n, rate, args.burstiness or 1., args.seed)
     return random_load(args, times)
 
+# %% ../nbs/13_benchmark.ipynb #aa2e775f
 def random_load(args, times, vocab_size=None):
     "Requests as the flags say."
     return random_asks(times, getattr(args, 'random_input_len', None) or getattr(args, 'input_len', None) or 256, getattr(args, 'random_output_len', None) or getattr(args, 'output_len', None) or 64,
@@ -718,6 +742,7 @@ async def serve_load(
         await scraper.look(now)
     return results, seconds, scraper.figures(), client.model
 
+# %% ../nbs/13_benchmark.ipynb #afe86e8e
 def bench_serve(
     argv:list, # Command-line arguments
 ):
@@ -757,6 +782,7 @@ def make_engine(
     run_engine(engine, random_asks([0.] * 2, min(64, engine.max_model_len // 2), min(4, engine.max_model_len // 2), seed='warm-up', vocab_size=engine.config.vocab_size))
     return engine
 
+# %% ../nbs/13_benchmark.ipynb #448e6319
 def latency_parser():
     "The flags of `minivllm bench latency`."
     p = engine_parser('latency', 'How long one batch of equal requests takes.', enable_prefix_caching=False)
@@ -793,6 +819,7 @@ def bench_latency(
                 engine=watch.figures(), machine=machine(), model=name, batch_size=args.batch_size, input_len=args.input_len, output_len=args.output_len, seed=args.seed)
     finish(rep, f'a batch of {args.batch_size} takes {rep["avg_latency"]:.3f} s\n\n{table(rep)}', args.output, details(results), lambda: draw_run(rep, results))
 
+# %% ../nbs/13_benchmark.ipynb #c8ffc4ab
 def bench_throughput(
     argv:list, # Command-line arguments
 ):
@@ -838,6 +865,7 @@ def sweep(
                 tick()
     return rows
 
+# %% ../nbs/13_benchmark.ipynb #eaec316e
 def sweep_table(
     rows:list, # From `sweep`
 )->str:
@@ -866,6 +894,7 @@ def draw_sweep(
     ax.legend(frameon=False, fontsize=7)
     return fig
 
+# %% ../nbs/13_benchmark.ipynb #f3d30b48
 def sweep_parser():
     "The flags of `minivllm bench sweep`."
     p = engine_parser('sweep', 'The same load at several rates, under several policies and token budgets.', skip=('policy', 'max_num_batched_tokens'))

@@ -287,6 +287,7 @@ def bench(
     "Measure: `minivllm bench latency`, `throughput`, `serve`, `sweep`, `peers`"
     from importlib import import_module
     homes = dict(latency='bench', throughput='bench', serve='bench', sweep='bench', peers='bench_peers')
+    if argv in (['--help'], ['-h']): return print(f'usage: minivllm bench {{{",".join(homes)}}} ...\n\nminivllm bench KIND --help lists its options.')
     if not argv or argv[0] not in homes: raise ValueError(f'minivllm bench {argv[0] if argv else ""}: give one of {", ".join(homes)}, then its options; --help lists them')
     getattr(import_module(f'minivllm.{homes[argv[0]]}'), f'bench_{argv[0]}')(dashes(argv[1:]))
 

