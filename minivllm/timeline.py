@@ -272,23 +272,25 @@ def draw(self:Timeline,
     x = lambda t: 90 + (width - 100) * (min(max(t, a), b) - a) / (b - a)
     rows = [('steps', [(s.kind, s.start, s.end) for s in steps])] + [(l.seq_id, [(s.kind, s.start, s.end) for s in spans]) for l, spans in tracks.items()]
     rows = [(name, shown) for name, spans in rows if (shown := [s for s in spans if s[2] > a and s[1] < b])]
-    left, rows, out = max(0, len(rows) - 1 - most), rows[:most + 1], []
+    left, rows, names, bars = max(0, len(rows) - 1 - most), rows[:most + 1], '', ''
     for i, (name, spans) in enumerate(rows):
         y = 4 + 15*i + 5*(i > 0)
-        out.append(f'<text x="84" y="{y + 9}" text-anchor="end">{escape(name[-14:])}</text>')
-        out += [_path([s[1:] for s in spans if s[0] == k], x, y, 11, c) for k, c in colors.items() if any(s[0] == k for s in spans)]
-    bottom = 12 + 15*len(rows)
-    for t in _ticks(b - a): out.append(f'<path stroke="#999" stroke-width=".5" d="M{x(a + t):.1f} 2V{bottom}"/><text x="{x(a + t):.1f}" y="{bottom + 11}" text-anchor="middle">{t + (start or 0):g}{" s" if not t else ""}</text>')
-    if left: out.append(f'<text x="90" y="{bottom + 25}">and {left} more</text>')
-    return Drawing(f'{self._key()}<svg class="mv-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 16 + 14*(left > 0)}" width="{width}" font-size="10" font-family="sans-serif" fill="#222">{"".join(out)}</svg>')
+        names += f'<text x="84" y="{y + 9}">{escape(name[-14:])}</text>'
+        bars += ''.join(_path([s[1:] for s in spans if s[0] == k], x, y, 11, c) for k, c in colors.items() if any(s[0] == k for s in spans))
+    bottom, ticks = 12 + 15*len(rows), [(f'{x(a + t):.0f}', t) for t in _ticks(b - a)]
+    grid = ''.join(f'M{at} 2V{bottom}' for at, _ in ticks)
+    labels = ''.join(f'<text x="{at}" y="{bottom + 11}">{t + (start or 0):g}{" s" if not t else ""}</text>' for at, t in ticks)
+    more = f'<text x="90" y="{bottom + 25}">and {left} more</text>' if left else ''
+    return Drawing(f'{self._key()}<svg class="mv-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 16 + 14*(left > 0)}" width="{width}" font-size="10" font-family="sans-serif" fill="#222">'
+                   f'<path stroke="#999" stroke-width=".5" d="{grid}"/><g text-anchor="end">{names}</g><g text-anchor="middle">{labels}</g>{bars}{more}</svg>')
 
 # %% ../nbs/13a_timeline.ipynb #9d545040
 @patch
 def _key(self:Timeline):
     steps = list(self.steps)
     kinds = ', '.join(f'{sum(s.kind == k for s in steps)} {k}' for k in ('prefill', 'decode', 'mixed'))
-    key = ' '.join(f'<span style="background:{c};color:{"#222" if k in ("prefill", "waiting", "stalled") else "#fff"};padding:0 5px;border-radius:3px">{k}</span>' for k, c in colors.items() if k != 'empty')
-    return f'<p style="font-size:12px;margin:2px 0">{len(steps)} steps: {kinds}; {sum(s.num_tokens for s in steps):,} tokens. {key}</p>'
+    key = ' '.join(f'<b style="color:{c}">■</b> {k}' for k, c in colors.items() if k != 'empty')
+    return f'<p><small>{len(steps)} steps: {kinds}; {sum(s.num_tokens for s in steps):,} tokens. {key}</small></p>'
 
 @patch
 def _repr_html_(self:Timeline): return self.draw().html
