@@ -502,7 +502,7 @@ class _Announce(event.Listener):
     said = False
     def on_start(self, event):
         if not self.said: print('minivllm: compiling the CPU kernels; this happens once and takes some seconds', file=sys.stderr, flush=True)
-        self.said = True
+        _Announce.said = True
     def on_end(self, event): pass
 
 def _cached(decorator, f, *args, **kwargs):

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['AHEAD', 'TALL', 'fp32_tall', 'fp32_two', 'fp32_one', 'I8', 'amx_tile1', 'amx_tile2', 'amx_config', 'bf16_tall',
            'bf16_two', 'bf16_one', 'Weights', 'Job', 'JOB', 'load_weights', 'load_job', 'store_job', 'PLAIN', 'NORM',
-           'GATE', 'BF16S', 'put_bf16', 'CHUNK', 'run_fp32', 'run_wide', 'run_amx', 'Kind', 'fp32', 'wide', 'amx',
-           'announcer', 'ROW_TILE', 'read', 'rows_at', 'make_tile', 'pad_to', 'up', 'pack_fp32', 'pack_amx',
-           'make_amx_tile', 'tile_config', 'tile_release', 'amx_allowed', 'pack_pairs', 'widen', 'silu', 'lower',
-           'share', 'read_row', 'BFloat', 'finish_ragged', 'finish', 'prepare_fp32', 'multiply_fp32', 'prepare_wide',
+           'GATE', 'BF16S', 'put_bf16', 'MANY', 'CHUNK', 'run_fp32', 'run_wide', 'run_amx', 'Kind', 'fp32', 'wide',
+           'amx', 'ROW_TILE', 'read', 'rows_at', 'make_tile', 'pad_to', 'up', 'pack_fp32', 'pack_amx', 'make_amx_tile',
+           'tile_config', 'tile_release', 'amx_allowed', 'pack_pairs', 'widen', 'silu', 'lower', 'share', 'read_row',
+           'BFloat', 'finish_ragged', 'finish', 'prepare_fp32', 'multiply_fp32', 'prepare_wide', 'widen_tile',
            'multiply_wide', 'prepare_amx', 'will_write', 'announce_rows', 'multiply_amx', 'make_run', 'up32',
            'multiply', 'rows_fp32', 'rows_pairs', 'rows_amx', 'kind_for', 'with_threads', 'sources_digest', 'stamped',
            'compile_kernel', 'load_multiply', 'load_worker', 'PackedLinear', 'PackedNorm', 'load_normalizer',
@@ -283,6 +283,8 @@ def multiply_fp32(j, w, x, rows, sums, first, lo, hi):
             r += n
 
 # %% ../../nbs/10b_matrix_products.ipynb #fd2e3f57
+MANY = 32       # rows for which a tile is worth widening first
+
 @inner
 def prepare_wide(j, w, first, r, x, spare):
     "fp32, with zeros up to a whole block of 32"
@@ -290,13 +292,24 @@ def prepare_wide(j, w, first, r, x, spare):
     store(dst + w.blocks*128 - 64, splat(np.float32(0)))
     read_row(j, w.inputs, first + r, dst, spare)
 
+@op(void, i64, i64, i64)
+def widen_tile(b, dst, w, steps):
+    "A tile of pairs as the fp32 kernel reads it"
+    with cgutils.for_range(b, steps) as loop:
+        both = [_bf16_weights(b, read(b, b.add(w, b.mul(loop.index, I64(128))), 64*c, I32S)) for c in range(2)]
+        for k, vectors in enumerate(zip(*both)):
+            for c, v in enumerate(vectors): b.store(v, _at(b, b.add(dst, b.add(b.mul(loop.index, I64(256)), I64(128*k + 64*c))), VEC), align=4)
+
 @inner
 def multiply_wide(j, w, x, rows, sums, first, lo, hi):
+    tall, wider = rows >= MANY, sums + 32*128
     for tile in range(lo, hi):
         data, r = w.data + tile*w.tile_bytes, 0
+        if tall: widen_tile(wider, data, w.blocks*16)
         while r < rows:
             at, n = x + r*w.row_bytes, TALL if rows - r >= TALL else 2 if rows - r >= 2 else 1
-            if n == TALL: bf16_tall(data, at, w.row_bytes, w.blocks*16, sums)
+            if n == TALL and tall: fp32_tall(wider, at, w.row_bytes, w.blocks*32, sums)
+            elif n == TALL: bf16_tall(data, at, w.row_bytes, w.blocks*16, sums)
             elif n == 2: bf16_two(data, at, w.row_bytes, w.blocks*16, sums)
             else: bf16_one(data, at, w.row_bytes, w.blocks*16, sums)
             finish(j, w, sums, first + r, n, tile)
@@ -346,7 +359,7 @@ def make_run(name, prepare, multiply):
     def run(at):
         j = load_job(at)
         w, have = load_weights(j.weights), -1
-        rows = np.empty(up32(j.chunk)*w.row_bytes + 2*w.blocks*128 + 256 + 32*128 + 64, np.uint8)
+        rows = np.empty(up32(j.chunk)*w.row_bytes + 2*w.blocks*128 + 256 + 32*128 + (w.blocks*32*128 if j.chunk >= MANY else 0) + 64, np.uint8)
         x = (rows.ctypes.data + 63)//64*64
         spare = x + up32(j.chunk)*w.row_bytes
         sums = spare + 2*w.blocks*128 + 256
@@ -421,8 +434,6 @@ def with_threads(f):
         with kernels.lock: return call(*args)
     return locked if kernels.lock else call
 
-announcer = _Announce()        # one for all kernels: it says its line once
-
 @cache
 def sources_digest():
     "Changes when any kernel's source does"
@@ -436,7 +447,7 @@ def stamped(f):
 
 def compile_kernel(f, num_ints):
     "A function of so many integers, compiled or loaded from disk now"
-    with event.install_listener('numba:compile', announcer):
+    with event.install_listener('numba:compile', _Announce()):
         return _cached(njit, stamped(f), void(*[i64]*num_ints), error_model='numpy', nogil=True)
 
 @cache
@@ -445,7 +456,7 @@ def load_multiply(): return with_threads(compile_kernel(_multiply, 15))
 @cache
 def load_worker(work):
     "A kind's compiled worker"
-    with event.install_listener('numba:compile', announcer): return _cached(cfunc, stamped(work), void(i64), error_model='numpy')
+    with event.install_listener('numba:compile', _Announce()): return _cached(cfunc, stamped(work), void(i64), error_model='numpy')
 
 # %% ../../nbs/10b_matrix_products.ipynb #ddd21b91
 class PackedLinear(nn.Module):
