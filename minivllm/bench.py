@@ -176,6 +176,7 @@ def table(
     if 'request_goodput' in rep:
         aims = ', '.join(f'{METRICS[k]} {v:g} ms' for k, v in rep['goodput_targets_ms'].items())
         lines += [f'goodput {rep["request_goodput"]:.2f} requests/s: {100 * rep["good_share"]:.0f}% of all meet {aims}']
+    if (late := rep['p99_client_queue_time_ms'] or 0) >= 5: lines += [f'client queue: p99 {number(late)} ms from when a request was due until it was sent']
     if rep['estimated_itl']: lines += [f'ITL estimated for {rep["estimated_itl"]} answers: the server did not say how many tokens each chunk has']
     lines += [f'{n} x {e}' for e, n in rep['errors'].items()]
     return '\n'.join(lines + [f'{k}: ' + ', '.join(f'{n.replace("_", " ")} {number(v) if isinstance(v, float) else v}' for n, v in rep[k].items() if not isinstance(v, (list, dict)))
@@ -396,7 +397,7 @@ async def send(self:Client, ask, r, now):
                 r.end = now()
                 if data != b'[DONE]': reading.feed(r.end, json.loads(data))
         if not reading.finished: raise ValueError('the stream ended before the answer did')
-    except ValueError as e: r.error = str(e)
+    except ValueError as e: r.error = str(e) or repr(e)
     except OSError as e: r.error = f'{type(e).__name__}: {e}'
     r.chunks, r.estimated = reading.chunks()
     r.num_prompt_tokens = (reading.usage or {}).get('prompt_tokens') or r.num_prompt_tokens
@@ -414,8 +415,14 @@ async def ready(self:Client, ask):
         r = Result(0.)
         await self.send(ask, r, clock())
         if not r.error: return
-        if r.error.startswith('HTTP 4'): self.counts = False
+        if r.error.startswith(('HTTP 400', 'HTTP 422')): self.counts = False
     raise ValueError(f'{self.base_url}{self.endpoint} does not answer: {r.error}')
+
+@patch
+async def version(self:Client)->str: # None if it has no such page
+    "What the server says it is."
+    try: return json.loads((await self.get('/version'))[1])['version']
+    except (OSError, ValueError, LookupError, TypeError): return None
 
 # %% ../nbs/13_benchmark.ipynb #58d29519
 def read_metrics(
@@ -723,7 +730,7 @@ def random_load(args, times, vocab_size=None):
 async def serve_load(
     args,  # Parsed
     asks,  # `Ask`s
-)->tuple:  # `(results, seconds, figures of the server, model)`
+)->tuple:  # `(results, seconds, figures of the server, which server it is)`
     "Send them all, read the server's metrics meanwhile."
     client = Client(args.base_url, args.endpoint, args.model, args.api_key, args.ignore_eos, args.temperature, args.timeout)
     scraper = Scraper(client, args.metrics_interval)
@@ -740,7 +747,8 @@ async def serve_load(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await scraper.look(now)
-    return results, seconds, scraper.figures(), client.model
+        version = await client.version()
+    return results, seconds, scraper.figures(), dict(model=client.model, server_version=version)
 
 # %% ../nbs/13_benchmark.ipynb #afe86e8e
 def bench_serve(
@@ -751,9 +759,9 @@ def bench_serve(
     except ModuleNotFoundError: raise ValueError("minivllm bench serve needs h11, which is not installed: pip install 'minivllm[server]'") from None
     args = serve_parser().parse_args(argv)
     options, asks = report_options(args), check_serve(args)
-    results, seconds, server, model = asyncio.run(serve_load(args, asks))
+    results, seconds, server, which = asyncio.run(serve_load(args, asks))
     rep = report(results, seconds, **options)
-    rep |= dict(server=server, machine=machine(), model=model, endpoint=args.endpoint, dataset_name=args.dataset_name, num_prompts=len(asks),
+    rep |= which | dict(server=server, machine=machine(), endpoint=args.endpoint, dataset_name=args.dataset_name, num_prompts=len(asks),
                 request_rate=args.request_rate if args.request_rate and args.request_rate < math.inf else None, max_concurrency=args.max_concurrency, seed=args.seed)
     finish(rep, table(rep), args.output, details(results), lambda: draw_run(rep, results))
 
