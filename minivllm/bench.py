@@ -7,9 +7,10 @@ __all__ = ['METRICS', 'WORDS', 'SERIES', 'Result', 'itl', 'spread', 'Reading', '
            'arrivals', 'Ask', 'clock', 'sleep_until', 'drive', 'pieces', 'random_asks', 'read_trace', 'Client', 'sse',
            'read_metrics', 'thin', 'series', 'Scraper', 'state', 'Watch', 'run_engine', 'commit', 'machine',
            'check_outputs', 'draw_run', 'finish', 'details', 'Parser', 'add_load_flags', 'add_report_flags', 'need',
-           'report_options', 'whole', 'positive', 'serve_parser', 'check_serve', 'random_load', 'serve_load',
-           'bench_serve', 'engine_parser', 'make_engine', 'latency_parser', 'throughput_parser', 'bench_latency',
-           'bench_throughput', 'with_scheduler', 'sweep', 'sweep_table', 'draw_sweep', 'sweep_parser', 'bench_sweep']
+           'report_options', 'whole', 'positive', 'check_load', 'serve_parser', 'check_serve', 'random_load',
+           'serve_load', 'bench_serve', 'engine_parser', 'make_engine', 'latency_parser', 'throughput_parser',
+           'bench_latency', 'bench_throughput', 'with_scheduler', 'sweep', 'sweep_table', 'draw_sweep', 'sweep_parser',
+           'bench_sweep']
 
 # %% ../nbs/13_benchmark.ipynb #e3a939f9
 import argparse
@@ -675,6 +676,15 @@ def report_options(
 def whole(x): return x >= 1
 def positive(x): return x > 0
 
+def check_load(
+    args, # Parsed
+):
+    "ValueError if a length or a number is out of range."
+    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'input_len', 'output_len', 'max_num_batched_tokens')
+    need(args, positive, 'above 0', 'request_rate', 'burstiness')
+    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
+    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len', 'temperature', 'num_iters_warmup')
+
 # %% ../nbs/13_benchmark.ipynb #9c6c61cf
 def serve_parser():
     "The flags of `minivllm bench serve`."
@@ -702,10 +712,9 @@ def check_serve(
     args, # Parsed
 )->list:  # `Ask`s
     "What to send and when; ValueError if the flags contradict each other."
-    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'max_concurrency', 'timed_trace_chunk_hash_size')
-    need(args, positive, 'above 0', 'request_rate', 'burstiness', 'timed_trace_sec_multiplier', 'timeout', 'metrics_interval')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len', 'temperature')
+    check_load(args)
+    need(args, whole, 'at least 1', 'max_concurrency', 'timed_trace_chunk_hash_size')
+    need(args, positive, 'above 0', 'timed_trace_sec_multiplier', 'timeout', 'metrics_interval')
     try: ok = (where := urlsplit(args.base_url)).scheme in ('http', 'https') and where.hostname and where.port != 0
     except ValueError: ok = False
     if not ok: raise ValueError(f'--base-url is {args.base_url}: give a whole address, such as http://127.0.0.1:8000')
@@ -812,8 +821,8 @@ def bench_latency(
 ):
     "How long one batch takes: `minivllm bench latency --batch-size 8 --input-len 32 --output-len 128`"
     args = latency_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'input_len', 'output_len', 'batch_size', 'num_iters')
-    need(args, lambda x: x >= 0, 'at least 0', 'num_iters_warmup')
+    check_load(args)
+    need(args, whole, 'at least 1', 'batch_size', 'num_iters')
     options, results, latencies = report_options(args), [], []
     with make_engine(args) as engine:
         for i in tqdm(range(-args.num_iters_warmup, args.num_iters), file=sys.stderr, disable=None, desc='rounds'):
@@ -833,9 +842,7 @@ def bench_throughput(
 ):
     "How long many requests take: `minivllm bench throughput --num-prompts 100`"
     args = throughput_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'num_prompts', 'input_len', 'output_len')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len')
+    check_load(args)
     options = report_options(args)
     with make_engine(args) as engine, tqdm(total=args.num_prompts, file=sys.stderr, disable=None, desc='requests') as bar:
         watch = run_engine(engine, random_load(args, [0.] * args.num_prompts, engine.config.vocab_size), bar.update)
@@ -919,10 +926,7 @@ def bench_sweep(
     "Compare settings: `minivllm bench sweep --request-rate 1 2 4 --policy balanced decode_first --max-num-batched-tokens 256 2048`"
     from minivllm.scheduler import policies
     args = sweep_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'max_num_batched_tokens')
-    need(args, positive, 'above 0', 'request_rate', 'burstiness')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len')
+    check_load(args)
     need(args, lambda x: x in policies, f'one of {", ".join(policies)}', 'policy')
     if args.burstiness is not None and min(args.request_rate) == math.inf: raise ValueError(f'--burstiness is {args.burstiness}: it needs a --request-rate')
     options = report_options(args)

@@ -306,6 +306,15 @@ def test_a_mistake_is_one_line_that_names_flag_and_value(argv, words, capsys):
     assert words in err and err.count('\n') == 1 and not out, err
 
 
+def test_help_names_the_measurements_and_their_flags(capsys):
+    assert main(['bench', '--help']) == 0
+    out = capsys.readouterr().out
+    assert all(kind in out for kind in ('latency', 'throughput', 'serve', 'sweep', 'peers'))
+    for kind, flag in (('latency', '--batch-size'), ('throughput', '--policy'), ('serve', '--burstiness'), ('sweep', '--request-rate')):
+        with pytest.raises(SystemExit, match='0'): main(['bench', kind, '--help'])
+        assert flag in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_exist_is_one_line(capsys):
     with running(Stub(refuse=True)) as url: assert main(['bench', 'serve', '--base-url', url, '--model', 'nobody']) == 2
     err = capsys.readouterr().err
