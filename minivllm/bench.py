@@ -7,9 +7,10 @@ __all__ = ['METRICS', 'WORDS', 'SERIES', 'Result', 'itl', 'spread', 'Reading', '
            'arrivals', 'Ask', 'clock', 'sleep_until', 'drive', 'pieces', 'random_asks', 'read_trace', 'Client', 'sse',
            'read_metrics', 'thin', 'series', 'Scraper', 'state', 'Watch', 'run_engine', 'commit', 'machine',
            'check_outputs', 'draw_run', 'finish', 'details', 'Parser', 'add_load_flags', 'add_report_flags', 'need',
-           'report_options', 'whole', 'positive', 'serve_parser', 'check_serve', 'random_load', 'serve_load',
-           'bench_serve', 'engine_parser', 'make_engine', 'latency_parser', 'throughput_parser', 'bench_latency',
-           'bench_throughput', 'with_scheduler', 'sweep', 'sweep_table', 'draw_sweep', 'sweep_parser', 'bench_sweep']
+           'report_options', 'whole', 'positive', 'check_load', 'serve_parser', 'check_serve', 'random_load',
+           'serve_load', 'bench_serve', 'engine_parser', 'make_engine', 'latency_parser', 'throughput_parser',
+           'bench_latency', 'bench_throughput', 'with_scheduler', 'sweep', 'sweep_table', 'draw_sweep', 'sweep_parser',
+           'bench_sweep']
 
 # %% ../nbs/13_benchmark.ipynb #e3a939f9
 import argparse
@@ -176,6 +177,7 @@ def table(
     if 'request_goodput' in rep:
         aims = ', '.join(f'{METRICS[k]} {v:g} ms' for k, v in rep['goodput_targets_ms'].items())
         lines += [f'goodput {rep["request_goodput"]:.2f} requests/s: {100 * rep["good_share"]:.0f}% of all meet {aims}']
+    if (late := rep['p99_client_queue_time_ms'] or 0) >= 5: lines += [f'client queue: p99 {number(late)} ms from when a request was due until it was sent']
     if rep['estimated_itl']: lines += [f'ITL estimated for {rep["estimated_itl"]} answers: the server did not say how many tokens each chunk has']
     lines += [f'{n} x {e}' for e, n in rep['errors'].items()]
     return '\n'.join(lines + [f'{k}: ' + ', '.join(f'{n.replace("_", " ")} {number(v) if isinstance(v, float) else v}' for n, v in rep[k].items() if not isinstance(v, (list, dict)))
@@ -396,7 +398,7 @@ async def send(self:Client, ask, r, now):
                 r.end = now()
                 if data != b'[DONE]': reading.feed(r.end, json.loads(data))
         if not reading.finished: raise ValueError('the stream ended before the answer did')
-    except ValueError as e: r.error = str(e)
+    except ValueError as e: r.error = str(e) or repr(e)
     except OSError as e: r.error = f'{type(e).__name__}: {e}'
     r.chunks, r.estimated = reading.chunks()
     r.num_prompt_tokens = (reading.usage or {}).get('prompt_tokens') or r.num_prompt_tokens
@@ -414,8 +416,14 @@ async def ready(self:Client, ask):
         r = Result(0.)
         await self.send(ask, r, clock())
         if not r.error: return
-        if r.error.startswith('HTTP 4'): self.counts = False
+        if r.error.startswith(('HTTP 400', 'HTTP 422')): self.counts = False
     raise ValueError(f'{self.base_url}{self.endpoint} does not answer: {r.error}')
+
+@patch
+async def version(self:Client)->str: # None if it has no such page
+    "What the server says it is."
+    try: return json.loads((await self.get('/version'))[1])['version']
+    except (OSError, ValueError, LookupError, TypeError): return None
 
 # %% ../nbs/13_benchmark.ipynb #58d29519
 def read_metrics(
@@ -668,6 +676,15 @@ def report_options(
 def whole(x): return x >= 1
 def positive(x): return x > 0
 
+def check_load(
+    args, # Parsed
+):
+    "ValueError if a length or a number is out of range."
+    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'input_len', 'output_len', 'max_num_batched_tokens')
+    need(args, positive, 'above 0', 'request_rate', 'burstiness')
+    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
+    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len', 'temperature', 'num_iters_warmup')
+
 # %% ../nbs/13_benchmark.ipynb #9c6c61cf
 def serve_parser():
     "The flags of `minivllm bench serve`."
@@ -695,10 +712,9 @@ def check_serve(
     args, # Parsed
 )->list:  # `Ask`s
     "What to send and when; ValueError if the flags contradict each other."
-    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'max_concurrency', 'timed_trace_chunk_hash_size')
-    need(args, positive, 'above 0', 'request_rate', 'burstiness', 'timed_trace_sec_multiplier', 'timeout', 'metrics_interval')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len', 'temperature')
+    check_load(args)
+    need(args, whole, 'at least 1', 'max_concurrency', 'timed_trace_chunk_hash_size')
+    need(args, positive, 'above 0', 'timed_trace_sec_multiplier', 'timeout', 'metrics_interval')
     try: ok = (where := urlsplit(args.base_url)).scheme in ('http', 'https') and where.hostname and where.port != 0
     except ValueError: ok = False
     if not ok: raise ValueError(f'--base-url is {args.base_url}: give a whole address, such as http://127.0.0.1:8000')
@@ -723,7 +739,7 @@ def random_load(args, times, vocab_size=None):
 async def serve_load(
     args,  # Parsed
     asks,  # `Ask`s
-)->tuple:  # `(results, seconds, figures of the server, model)`
+)->tuple:  # `(results, seconds, figures of the server, which server it is)`
     "Send them all, read the server's metrics meanwhile."
     client = Client(args.base_url, args.endpoint, args.model, args.api_key, args.ignore_eos, args.temperature, args.timeout)
     scraper = Scraper(client, args.metrics_interval)
@@ -740,7 +756,8 @@ async def serve_load(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await scraper.look(now)
-    return results, seconds, scraper.figures(), client.model
+        version = await client.version()
+    return results, seconds, scraper.figures(), dict(model=client.model, server_version=version)
 
 # %% ../nbs/13_benchmark.ipynb #afe86e8e
 def bench_serve(
@@ -751,9 +768,9 @@ def bench_serve(
     except ModuleNotFoundError: raise ValueError("minivllm bench serve needs h11, which is not installed: pip install 'minivllm[server]'") from None
     args = serve_parser().parse_args(argv)
     options, asks = report_options(args), check_serve(args)
-    results, seconds, server, model = asyncio.run(serve_load(args, asks))
+    results, seconds, server, which = asyncio.run(serve_load(args, asks))
     rep = report(results, seconds, **options)
-    rep |= dict(server=server, machine=machine(), model=model, endpoint=args.endpoint, dataset_name=args.dataset_name, num_prompts=len(asks),
+    rep |= which | dict(server=server, machine=machine(), endpoint=args.endpoint, dataset_name=args.dataset_name, num_prompts=len(asks),
                 request_rate=args.request_rate if args.request_rate and args.request_rate < math.inf else None, max_concurrency=args.max_concurrency, seed=args.seed)
     finish(rep, table(rep), args.output, details(results), lambda: draw_run(rep, results))
 
@@ -804,8 +821,8 @@ def bench_latency(
 ):
     "How long one batch takes: `minivllm bench latency --batch-size 8 --input-len 32 --output-len 128`"
     args = latency_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'input_len', 'output_len', 'batch_size', 'num_iters')
-    need(args, lambda x: x >= 0, 'at least 0', 'num_iters_warmup')
+    check_load(args)
+    need(args, whole, 'at least 1', 'batch_size', 'num_iters')
     options, results, latencies = report_options(args), [], []
     with make_engine(args) as engine:
         for i in tqdm(range(-args.num_iters_warmup, args.num_iters), file=sys.stderr, disable=None, desc='rounds'):
@@ -825,9 +842,7 @@ def bench_throughput(
 ):
     "How long many requests take: `minivllm bench throughput --num-prompts 100`"
     args = throughput_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'num_prompts', 'input_len', 'output_len')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len')
+    check_load(args)
     options = report_options(args)
     with make_engine(args) as engine, tqdm(total=args.num_prompts, file=sys.stderr, disable=None, desc='requests') as bar:
         watch = run_engine(engine, random_load(args, [0.] * args.num_prompts, engine.config.vocab_size), bar.update)
@@ -911,10 +926,7 @@ def bench_sweep(
     "Compare settings: `minivllm bench sweep --request-rate 1 2 4 --policy balanced decode_first --max-num-batched-tokens 256 2048`"
     from minivllm.scheduler import policies
     args = sweep_parser().parse_args(argv)
-    need(args, whole, 'at least 1', 'num_prompts', 'random_input_len', 'random_output_len', 'max_num_batched_tokens')
-    need(args, positive, 'above 0', 'request_rate', 'burstiness')
-    need(args, lambda x: 0 <= x < 1, 'at least 0 and below 1', 'random_range_ratio')
-    need(args, lambda x: x >= 0, 'at least 0', 'random_prefix_len')
+    check_load(args)
     need(args, lambda x: x in policies, f'one of {", ".join(policies)}', 'policy')
     if args.burstiness is not None and min(args.request_rate) == math.inf: raise ValueError(f'--burstiness is {args.burstiness}: it needs a --request-rate')
     options = report_options(args)

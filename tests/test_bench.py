@@ -122,8 +122,8 @@ def together(stub, *flags):
             load = await serve_load(args, check_serve(args))
             await asyncio.sleep(.05)                # the stub sees that the client has hung up
             return load
-    results, seconds, figures, model = asyncio.run(both())
-    assert model == 'stub' and figures == {}
+    results, seconds, figures, which = asyncio.run(both())
+    assert which == dict(model='stub', server_version=None) and figures == {}
     return report(results, seconds), results
 
 
@@ -208,7 +208,7 @@ def test_client_and_server_agree_within_5_percent(capsys):
     for name in ('ttft', 'itl', 'e2el'): assert theirs[f'mean_{name}_ms'] == pytest.approx(rep[f'mean_{name}_ms'], rel=.05), (name, rep)
     assert theirs['peak_running'] == 1 and 0 < theirs['peak_kv_cache_usage'] <= 1 and theirs['preemptions'] == 0
     assert len(theirs['series']['time']) >= 2 and 'server:' in text
-    assert rep['machine']['cpu'] and rep['seed'] == 0
+    assert rep['machine']['cpu'] and rep['machine']['commit'] != '' and rep['seed'] == 0 and rep['server_version'] == rep['machine']['minivllm']
 
 
 # ---- the load generator
@@ -242,8 +242,8 @@ def test_a_slow_server_does_not_slow_the_sender_down(tmp_path, capsys):
     with running(stub) as url: rep, _ = bench(url, '--num-prompts', 10, '--request-rate', 50, '--random-output-len', 2, capsys=capsys)
     assert stub.most == 10 and rep['completed'] == 10 and rep['p50_ttft_ms'] >= 1000
     stub = Stub(ttft=.2, gap=.01)
-    with running(stub) as url: rep, _ = bench(url, '--num-prompts', 4, '--request-rate', 1000, '--burstiness', 'inf', '--max-concurrency', 1, '--random-output-len', 2, capsys=capsys)
-    assert rep['p99_ttft_ms'] > 750 and rep['p99_client_queue_time_ms'] > 550       # the fourth waits for three others, at the client
+    with running(stub) as url: rep, text = bench(url, '--num-prompts', 4, '--request-rate', 1000, '--burstiness', 'inf', '--max-concurrency', 1, '--random-output-len', 2, capsys=capsys)
+    assert rep['p99_ttft_ms'] > 750 and rep['p99_client_queue_time_ms'] > 550 and 'client queue: p99' in text       # the fourth waits for three others, at the client
 
 
 def test_a_trace_is_sent_at_its_times(tmp_path, capsys):
@@ -304,6 +304,15 @@ def test_a_mistake_is_one_line_that_names_flag_and_value(argv, words, capsys):
     assert main(['bench', *argv]) == 2
     out, err = capsys.readouterr()
     assert words in err and err.count('\n') == 1 and not out, err
+
+
+def test_help_names_the_measurements_and_their_flags(capsys):
+    assert main(['bench', '--help']) == 0
+    out = capsys.readouterr().out
+    assert all(kind in out for kind in ('latency', 'throughput', 'serve', 'sweep', 'peers'))
+    for kind, flag in (('latency', '--batch-size'), ('throughput', '--policy'), ('serve', '--burstiness'), ('sweep', '--request-rate')):
+        with pytest.raises(SystemExit, match='0'): main(['bench', kind, '--help'])
+        assert flag in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_exist_is_one_line(capsys):
