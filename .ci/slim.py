@@ -33,14 +33,17 @@ def style(s): return ';'.join(p for p in re.sub(r'\s*([:;])\s*', r'\1', s).strip
 def slim(text):
     root = ET.fromstring(re.sub(r'<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<!--.*?-->', '', text, flags=re.S))
     used = set(re.findall(r'#([\w.-]+)', text))
+    markers = {p.get('id'): style(p.get('style', '')) for p in root.iter(f'{{{SVG}}}path') if p.get('id')}      # a marker's own style holds where it is used
     for parent in list(root.iter()):
         for name, value in list(parent.attrib.items()):
             if name == 'd': parent.set(name, path(value))
             elif name == 'style': parent.set(name, style(value))
             elif name in ('x', 'y', 'width', 'height') and re.fullmatch(r'-?[\d.]+', value): parent.set(name, short(value))
+            elif name == 'transform' and re.match(r'rotate\(-?0[ )]', value): del parent.attrib[name]
             elif name == 'transform': parent.set(name, re.sub(r'-?\d+\.\d\d+', lambda m: f'{float(m[0]):.2f}', value))
             elif name == 'id' and value not in used: del parent.attrib[name]
             if parent.get('style') == '': del parent.attrib['style']
+        if parent.tag.endswith('use') and parent.get('style') == markers.get(parent.get(f'{{{LINK}}}href', '')[1:]): parent.attrib.pop('style', None)
         if not parent.tag.endswith(('text', 'tspan', 'style')):
             parent.text = None
             for child in parent: child.tail = None
