@@ -20,7 +20,7 @@ def path(d):
     for letter, rest in re.findall(r'([A-Za-z])([^A-Za-z]*)', d):
         n = [short(v) for v in re.findall(r'-?[\d.]+(?:e-?\d+)?', rest)]
         if letter == 'L' and len(n) == 2 and (x, y) != (None, None):
-            if (n[0], n[1]) == (x, y): continue
+            if (n[0], n[1]) == (x, y) and out[-1][0] != 'M': continue        # a line without length, unless it is a dot
             out.append(f'V{n[1]}' if n[0] == x else f'H{n[0]}' if n[1] == y else f'L{" ".join(n)}')
         else: out.append(letter + ' '.join(n))
         x, y = n[-2:] if letter in 'MLCQ' and len(n) > 1 else (None, None)

@@ -101,19 +101,22 @@ def load_llamacpp(model, dtype, threads):
     return generate
 
 loaders = {'minivllm': load_minivllm, 'transformers': load_transformers, 'vllm': load_vllm, 'llama.cpp': load_llamacpp}
-dtypes = {'minivllm': ('bfloat16', 'gguf'), 'transformers': ('bfloat16',), 'vllm': ('bfloat16',), 'llama.cpp': ('gguf',)}     # what each is measured with
+dtypes = {'minivllm': ('bfloat16', 'float32', 'gguf'), 'transformers': ('bfloat16', 'float32'), 'vllm': ('bfloat16', 'float32'), 'llama.cpp': ('gguf',)}     # what each can be measured with
 
 # %% ../nbs/13b_peers.ipynb #e5cd8d3f
 def load_ceilings(model, dtype, threads):
-    "Not an engine: `generate(None)` returns GB/s of a copy and GFLOP/s of a product, in bf16 unless `dtype` names another type"
+    "Not an engine: `generate(None)` returns GB/s of a copy and GFLOP/s of a product, in `dtype` or in the faster of bf16 and fp32"
     import torch
     torch.set_num_threads(threads)
     big, to = torch.ones(2**25), torch.empty(2**25)                             # 128 MiB each
-    a = torch.randn(2048, 2048).to(getattr(torch, dtype, torch.bfloat16))
     def took(f):
         start = time.perf_counter(); f(); return time.perf_counter() - start
+    def product(dtype, n):
+        a = torch.randn(n, n).to(getattr(torch, dtype))
+        return min(took(lambda: a @ a) for _ in range(3))
+    if dtype not in ('bfloat16', 'float32'): dtype = min(('bfloat16', 'float32'), key=lambda d: product(d, 256))
     def generate(_):
-        return dict(copy=2*big.nbytes/min(took(lambda: to.copy_(big)) for _ in range(3))/1e9, product=2*2048**3/min(took(lambda: a @ a) for _ in range(3))/1e9)
+        return dict(copy=2*big.nbytes/min(took(lambda: to.copy_(big)) for _ in range(3))/1e9, product=2*2048**3/product(dtype, 2048)/1e9, dtype=dtype)
     return generate
 
 # %% ../nbs/13b_peers.ipynb #8339ff7e
@@ -236,7 +239,7 @@ def shares(
             lines.append(f'{row["engine"]}: decode alone reads {size/1e6:.0f} MB per token, {size/row["tpot_ms"]/1e6:.1f} GB/s, {100*size/row["tpot_ms"]/1e6/ceiling["copy"]:.0f}% of a copy')
         if row['workload'] == 'prefill':
             rate = 2*params*row['total_tokens_per_s']/1e9
-            lines.append(f'{row["engine"]}: prefill multiplies at {rate:.0f} GFLOP/s, {100*rate/ceiling["product"]:.0f}% of a bf16 product')
+            lines.append(f'{row["engine"]}: prefill multiplies at {rate:.0f} GFLOP/s, {100*rate/ceiling["product"]:.0f}% of a large product')
     return lines
 
 def weights_of(files, dtype):
@@ -254,7 +257,7 @@ def parser():
     p.add_argument('--model', default='smollm2-135m', help='a .gguf file, a folder, or the demo model')
     p.add_argument('--peer', action='append', default=[], metavar='NAME=PYTHON', help=f'an engine ({", ".join(list(loaders)[1:])}) and the interpreter of the environment it is installed in; may be repeated')
     p.add_argument('--workloads', default=','.join(workloads), help=f'some of {",".join(workloads)}')
-    p.add_argument('--formats', default='bfloat16,gguf', help='bfloat16, gguf or both')
+    p.add_argument('--formats', default='bfloat16,gguf', help='some of bfloat16,float32,gguf')
     p.add_argument('--threads', type=int, help='CPU threads of every engine (default: physical cores)')
     p.add_argument('--repeat', type=int, default=3, help='counted rounds')
     p.add_argument('--scale', type=int, default=1, help='take only every so-manyth request, for a quick look')
@@ -268,7 +271,7 @@ def check(args):
         if name not in list(loaders)[1:] or not python: raise ValueError(f'--peer {name}={python}: give one of {", ".join(list(loaders)[1:])} and an interpreter, as in transformers={sys.executable}')
     names, formats = args.workloads.split(','), args.formats.split(',')
     if unknown := set(names) - set(workloads): raise ValueError(f'--workloads: {sorted(unknown)[0]!r} is not known; use some of {",".join(workloads)}')
-    if unknown := set(formats) - set(dtypes['minivllm']): raise ValueError(f'--formats: {sorted(unknown)[0]!r} is not known; use bfloat16, gguf or both')
+    if unknown := set(formats) - set(dtypes['minivllm']): raise ValueError(f'--formats: {sorted(unknown)[0]!r} is not known; use some of {",".join(dtypes["minivllm"])}')
     return peers, names, formats
 
 def bench_peers(
@@ -295,8 +298,8 @@ def bench_peers(
     finally:
         for c in children: c.close()
     ceiling.close()
-    limit = {k: median(l[k] for l in limits) for k in limits[0]}
-    print(table(rows), '', f'{threads} threads; a copy moves {limit["copy"]:.1f} GB/s, a bf16 product runs at {limit["product"]:.0f} GFLOP/s', sep='\n')
+    limit = limits[0] | {k: median(l[k] for l in limits) for k in ('copy', 'product')}
+    print(table(rows), '', f'{threads} threads; a copy moves {limit["copy"]:.1f} GB/s, a {limit["dtype"]} product runs at {limit["product"]:.0f} GFLOP/s', sep='\n')
     print(*shares(rows, limit, {f'minivllm {d}': weights_of(files, d) for d in formats}), sep='\n')
     result = json.dumps(dict(model=files.name, threads=threads, repeat=args.repeat, ceiling=limit, rows=rows))
     if args.output: Path(args.output).write_text(result)

@@ -1,6 +1,8 @@
 """The fast path on the CPU: its products against PyTorch, its bits against themselves, its quantized weights against exact ones."""
 import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -242,3 +244,10 @@ def test_quantized_demo_model_is_close_to_fp32(demo_files):
     for make, error, same in ((lambda: load_quantized(demo_files), .5, .93), (lambda: quantize(load_model(demo_files, 'float32'), 8), .5, .93), (lambda: quantize(load_model(demo_files, 'float32'), 4), .5, .93)):
         got = agreement(exact, optimize(make()), ids, attend)
         assert got[0] < error and got[1] > same, got
+
+
+@pytest.mark.parametrize('given, spins', [({}, '1000'), (dict(GOMP_SPINCOUNT='7'), '7'), (dict(OMP_WAIT_POLICY='active'), None)])
+def test_threads_wait_politely_unless_told_otherwise(given, spins):
+    env = {k: v for k, v in os.environ.items() if k not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')} | given
+    out = subprocess.run([sys.executable, '-c', "import minivllm, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == [str(spins), 'False']
