@@ -246,7 +246,7 @@ def test_quantized_demo_model_is_close_to_fp32(demo_files):
         assert got[0] < error and got[1] > same, got
 
 
-@pytest.mark.parametrize('given, spins', [({}, '1000'), (dict(GOMP_SPINCOUNT='7'), '7'), (dict(OMP_WAIT_POLICY='active'), None)])
+@pytest.mark.parametrize('given, spins', [({}, '10000'), (dict(GOMP_SPINCOUNT='7'), '7'), (dict(OMP_WAIT_POLICY='active'), None)])
 def test_threads_wait_politely_unless_told_otherwise(given, spins):
     env = {k: v for k, v in os.environ.items() if k not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')} | given
     out = subprocess.run([sys.executable, '-c', "import minivllm, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"], env=env, capture_output=True, text=True, check=True)
