@@ -539,7 +539,7 @@ def finish(
     "Print a report and write the files that were asked for."
     keys = 'due', 'sent', 'ttft', 'tpot', 'e2el', 'num_prompt_tokens', 'num_tokens', 'error'
     for p in map(Path, outputs):
-        if p.suffix == '.json': p.write_text(json.dumps(rep | dict(requests=[{k: getattr(r, k) for k in keys} for r in results]), allow_nan=False))
+        if p.suffix == '.json': p.write_text(json.dumps(rep | (dict(requests=[{k: getattr(r, k) for k in keys} for r in results]) if results else {}), allow_nan=False))
         else: draw(rep, results).savefig(p)
     print(show(rep), json.dumps(rep, allow_nan=False), sep='\n', flush=True)
 
