@@ -259,6 +259,7 @@ def read_trace(
     for i, line in enumerate(Path(path).read_text(encoding='utf-8').splitlines()[:num], 1):
         try:
             row = json.loads(line)
+            if not (row.get('prompt') or row.get('input_length')): raise ValueError('it has neither prompt nor input_length')
             prompt = row.get('prompt') or ' '.join(rng.choices(WORDS, k=int(row['input_length'])))
             ask = Ask(prompt, int(row['output_length']), row['timestamp'] * multiplier, int(row.get('input_length') or len(prompt.split())))
             if ask.max_tokens < 1 or not prompt: raise ValueError('lengths must be at least 1')
