@@ -285,8 +285,8 @@ def bench_peers(
     files, threads, children = resolve_model(args.model), args.threads or default_threads(), []
     if files.quantization != 'gguf': formats = [f for f in formats if f != 'gguf']
     say = lambda *a: print(*a, file=sys.stderr, flush=True)
+    ceiling = Child('ceilings', '', '-', threads)
     try:
-        ceiling = Child('ceilings', '', '-', threads)
         for engine, python in {'minivllm': sys.executable, **peers}.items():
             for dtype in (d for d in dtypes[engine] if d in formats):
                 say('loading', engine, dtype)
@@ -296,8 +296,7 @@ def bench_peers(
             rows += measure(children, [name], args.repeat, args.scale, say)
             limits.append(ceiling.run(None)['tokens'])
     finally:
-        for c in children: c.close()
-    ceiling.close()
+        for c in (ceiling, *children): c.close()
     limit = limits[0] | {k: median(l[k] for l in limits) for k in ('copy', 'product')}
     print(table(rows), '', f'{threads} threads; a copy moves {limit["copy"]:.1f} GB/s, a {limit["dtype"]} product runs at {limit["product"]:.0f} GFLOP/s', sep='\n')
     print(*shares(rows, limit, {f'minivllm {d}': weights_of(files, d) for d in formats}), sep='\n')

@@ -17,7 +17,7 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from .cpu import F32, I16, I32, I32S, I64, VEC, WIDE, _all, _at, _call, _prefetch, _spread, add, cpu_features, f32, i64, inner, lanes, largest, load, most, mul, op, splat, store, store_f32, total, void
+from .cpu import F32, I16, I32, I32S, I64, VEC, _all, _at, _call, _prefetch, _spread, add, cpu_features, f32, i64, inner, lanes, largest, load, most, mul, op, splat, store, store_f32, total, void
 from .linear import AHEAD, I8, Kind, PackedLinear, checked, finish, make_run, pad_to, read, read_row, rows_at, up
 from ..model import Linear, Transformer
 from ..weights import choose_dtype, dequantize, fill, open_weights
@@ -55,7 +55,7 @@ def prepare_quantized(j, w, first, r, x, spare):
     for i in range(w.blocks): quantize_block(dst + ROW_BLOCK*i, row + 128*i)
 
 # %% ../../nbs/10d_quantized.ipynb #00635b6d
-HALF = 16 if WIDE else 8                 # outputs side by side in one register
+HALF = 16 if {'avx512f', 'avx512vnni'} <= cpu_features() else 8      # outputs side by side in one register
 WORDS, SUMS, BYTES, SHORTS = (ir.VectorType(t, HALF*n) for t, n in ((I32, 1), (F32, 1), (I8, 4), (I16, 2)))
 
 def _vnni(b, w, x, bits, start):
@@ -85,8 +85,8 @@ def _portable(b, w, x, bits, start):
 def dot_emitter():
     "`emit(b, w, x, bits, start)` for this machine: the whole numbers of 32 inputs times those of `HALF` outputs"
     has = cpu_features()
-    if ('avx512vnni' if WIDE else 'avxvnni') in has: return _vnni
-    return _avx2 if 'avx2' in has and not WIDE else _portable
+    if HALF == 16 or 'avxvnni' in has: return _vnni
+    return _avx2 if 'avx2' in has else _portable
 
 # %% ../../nbs/10d_quantized.ipynb #0a94378b
 def make_quantized_tile(rows, bits, dot=dot_emitter()):
