@@ -1,7 +1,7 @@
 """The site, as a reader meets it: built once, opened in headless Chromium, the lesson done by clicking and typing.
 
 Needs Chromium and npm; without them the tests are skipped, unless MINIVLLM_BROWSER is set (as `.ci/run` does)."""
-import html, importlib.util, json, os, re, shutil, threading
+import html, importlib.util, json, os, re, shutil, sys, threading
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
@@ -117,6 +117,14 @@ def test_site_has_reference_tables_and_source_links(site):
             assert any(re.match(r'\s*(async )?(def|class|@)', l) for l in lines[:1]), f'{file}#L{first} is not the beginning of a definition'
 
 
+def test_site_shows_nothing_of_the_machine_that_built_it(site):
+    "No folder of its Python and no address of an object, in any page or in what search and language models read."
+    here = {str(root), sys.prefix, sys.executable, str(Path.home()/'.cache')}
+    for f in (f for pattern in ('*.html', '*.json', '*.txt', '*.md') for f in site.glob(pattern)):
+        text = f.read_text(encoding='utf-8')
+        assert not (found := [p for p in here if p in text] + re.findall(r' at 0x[0-9a-f]{6,}', text)), f'{f.name} shows {found[0]}'
+
+
 def test_site_links_lead_somewhere(site):
     ids, links = {}, []
     for f in site.rglob('*.html'):
@@ -132,7 +140,7 @@ def test_site_links_lead_somewhere(site):
 
 def test_site_python_is_pure(site):
     "What the page's Python gets has no torch, numpy or nbdev in it."
-    import subprocess, sys, tempfile
+    import subprocess, tempfile
     with tempfile.TemporaryDirectory() as tmp:
         shutil.unpack_archive(site/'site_libs/minivllm.zip', tmp)
         code = "import sys; sys.modules.update(dict.fromkeys(['torch', 'numpy', 'nbdev', 'IPython', 'ipywidgets'])); from minivllm.lab import *; print(Experiment().say())"
