@@ -66,10 +66,9 @@ def test_n_shares_the_prompt_and_copies_the_last_block(tiny):
     assert llm.block_manager.num_blocks - llm.block_manager.num_free_blocks == 3       # 10 tokens, once, not four times
     copied = 0
     schedule = llm.scheduler.schedule
-    def watch():
+    def watch(now):
         nonlocal copied
-        before = llm.block_manager.blocks_to_copy
-        work = schedule()
+        work = schedule(now)
         copied += len(work.decode_sequences) and llm.block_manager.num_blocks - llm.block_manager.num_free_blocks
         return work
     llm.scheduler.schedule = watch
